@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -32,8 +33,18 @@ def version() -> str:
 
 
 def tool(name: str) -> str:
-    """The full path of a build tool; an environment's own first, activated or not."""
-    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    """The full path of a build tool: its Python package's, or an environment's, activated or not.
+
+    pip builds with a package in a folder of its own, and with the interpreter of the environment,
+    beside which an older tool may lie.
+    """
+    try:
+        files = metadata.files(name) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    locations = [Path(file.locate()) for file in files if file.match(f"bin/{name}")]
+    packaged = [str(location.parent.resolve()) for location in locations]
+    places = [*packaged, str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:
         raise SystemExit(f"{name} not found: pip install {name} (or no --no-build-isolation)")

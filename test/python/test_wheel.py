@@ -281,6 +281,37 @@ def test_the_extra_has_what_the_examples_import(unpacked: Path) -> None:
     assert {name.replace("sklearn", "scikit-learn") for name in needed} == names
 
 
+def test_a_build_tool_is_its_package_s_before_the_interpreter_s(tmp_path: Path) -> None:
+    for place in ("bin", "build/bin"):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        (folder / "cmake").write_text("#!/bin/sh\n")
+        (folder / "cmake").chmod(0o755)
+    (tmp_path / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    package = tmp_path / "build" / "site-packages" / "cmake-4.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: cmake\nVersion: 4.0\n")
+    (package / "RECORD").write_text("../bin/cmake,,\n")
+    program = f"""
+import runpy, setuptools
+setuptools.setup = lambda **_: None
+print(runpy.run_path({str(ROOT / "setup.py")!r})["tool"]("cmake"))
+"""
+    found = subprocess.run(
+        [str(tmp_path / "bin" / "python"), "-c", program],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{package.parent}:{sysconfig.get_path('purelib')}",
+            "PATH": os.defpath,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert Path(found.stdout.strip()).resolve() == tmp_path / "build" / "bin" / "cmake"
+
+
 def test_the_source_distribution_has_what_the_wheel_has(wheel: Path, tmp_path: Path) -> None:
     program = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     done = subprocess.run(
