@@ -64,16 +64,25 @@ def run(arguments: Sequence[str], entry: str) -> None:
 
     entry: the name of the module that calls this when it is run by `python -m`.
     """
-    kind, *rest = arguments or ["-h"]
+    if not arguments:
+        raise _usage_error(
+            entry,
+            "no program; a program that starts its own ranks does not start them so: use torchrun "
+            "or another launcher",
+        )
+    kind, *rest = arguments
     if kind in ("-h", "--help"):
         print(_USAGE.format(entry=entry))
     elif kind in ("-c", "-m") and rest:
         (_run_code if kind == "-c" else _run_module)(entry, rest[0], rest[1:])
     elif kind.startswith("-"):
-        usage = _USAGE.format(entry=entry)
-        raise SystemExit(f"{entry}: error: no such option, or incomplete: {kind}\n{usage}")
+        raise _usage_error(entry, f"no such option, or incomplete: {kind}")
     else:
         _run_script(entry, kind, rest)
+
+
+def _usage_error(entry: str, what: str) -> SystemExit:
+    return SystemExit(f"{entry}: error: {what}\n{_USAGE.format(entry=entry)}")
 
 
 def main_namespace(entry: str) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_exit_status_and_error_are_the_programs(tmp_path: Path) -> None:
     [
         (["nowhere.py"], "nowhere.py: No such file or directory"),
         (["-m", "nowhere"], "no module named nowhere that can be run"),
+        ([], "no program; a program that starts its own ranks"),
         (["-m"], "no such option, or incomplete: -m"),
         (["-z", "x.py"], "no such option, or incomplete: -z"),
     ],
