@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -156,3 +158,37 @@ def test_sent_bytes_count_once_below_bonds_and_vlans(
     for name in devices:
         (tmp_path / name / "device").mkdir()
     assert sent_bytes(table, tmp_path) == sent
+
+
+def test_sums_that_float32_rounds_are_right() -> None:
+    pytest.importorskip("torch")
+    from perseus.bench import cases
+    from perseus.bench.pattern import values
+
+    ranks = 13  # its fourth power times the values is beyond 2**24
+
+    class Peer:
+        name = "perseus"
+        calls = 0
+        tensors: list[Any]
+
+        def allreduce_many_(self, tensors: list[Any], names: list[str]) -> None:
+            self.tensors = tensors
+            for i, tensor in enumerate(tensors):
+                own = tensor.clone()
+                for rank in range(1, ranks):
+                    tensor.add_(own if self.calls else values(rank + i, tensor.numel()))
+            self.calls += 1
+
+    peer = Peer()
+    session = SimpleNamespace(rank=0, size=ranks, peers=[peer], payload=lambda *_: None)
+    (subject,) = cases.small_tensors(session)  # type: ignore[arg-type]
+    ours, _ = subject.contenders
+    for wrong in (0.0, 1.0):
+        ours.prepare()
+        peer.calls = 0
+        for i in range(ours.warm + ours.calls):
+            ours.run(i)
+            if i == 0:
+                peer.tensors[-1][-1] += wrong
+        assert ours.check() is not bool(wrong)
