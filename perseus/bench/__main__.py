@@ -54,6 +54,8 @@ _OF_CASES = (
 )  # fmt: skip
 _SECONDS = 3.0
 _WITH_CODECS = ("gradients", "training", "ddp-training")
+_WITH_MODELS = ("gradients", "training", "ddp", "ddp-training")
+_AGAINST_NATIVE = ("training", *ON_DDP)  # have the framework's own training as their only peer
 _USAGE_ERROR = 2
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -145,6 +147,7 @@ def _advise(given: argparse.Namespace) -> int:
         raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
     if given.framework != TORCH:
         raise ValueError(f"--framework {given.framework}: --advise computes with torch")
+    _check_packages(TORCH)
     from perseus.bench import advice
 
     lines: list[str] = []
@@ -198,8 +201,7 @@ def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
 
 
 def _jobs(given: argparse.Namespace) -> list[Job]:
-    if importlib.util.find_spec(given.framework) is None:
-        raise ValueError(f"--framework {given.framework}: {sys.executable} has no such package")
+    _check_packages(given.framework, "numpy")
     if given.framework == TENSORFLOW and given.cases != ["training"]:
         raise ValueError(f"--framework {TENSORFLOW}: it has the case training")
     if not given.cases:
@@ -214,6 +216,8 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         raise ValueError(f"no case '{unknown[0]}': expected {', '.join(_CASES)}")
     if given.compute is not None:
         raise ValueError("--compute is of --advise")
+    if given.model and not set(_WITH_MODELS).intersection(given.cases):
+        raise ValueError(f"--model is of {', '.join(_WITH_MODELS)}, not of {given.cases[0]}")
     trains = not {"training", "ddp-training"}.isdisjoint(given.cases)
     plan = Plan(
         cases=given.cases,
@@ -233,6 +237,13 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
     if "network" in plan.cases and job.ranks < 2:
         raise ValueError("network -np 1: expected two ranks or more, which exchange their bytes")
     return [job]
+
+
+def _check_packages(*names: str) -> None:
+    """Raise ValueError if a package that the ranks import is missing here."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"{sys.executable} has no {name}, which perseus-bench needs")
 
 
 def _has_any(given: argparse.Namespace, names: Collection[str]) -> bool:
@@ -279,6 +290,9 @@ def _peers(given: argparse.Namespace) -> list[str]:
         named = _names(given.peer, peers, "--peer")
         if peers[0] not in named and (on_ddp := [case for case in given.cases if case in ON_DDP]):
             raise ValueError(f"--peer {given.peer}: {on_ddp[0]} compares with {peers[0]}")
+        others = [name for name in named if name != peers[0]]
+        if others and set(given.cases).issubset(_AGAINST_NATIVE):
+            raise ValueError(f"--peer {others[0]}: {given.cases[0]} compares with {peers[0]}")
         return named
     if given.cases != ["training"]:
         raise ValueError(f"--peer {DDP}: it is a peer of training; others have torch-gloo")

@@ -135,6 +135,9 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["ddp-training", "--codec", "bf16"], "--codec bf16: no variable"),
         (["ddp-training", "--model", "gpt2"], "--model gpt2: expected some of resnet50, vgg16"),
         (["ddp", "--peer", "mpi"], "--peer mpi: ddp compares with torch-gloo"),
+        (["training", "--peer", "horovod"], "--peer horovod: training compares with torch-gloo"),
+        (["ddp", "--peer", "torch-gloo,mpi"], "--peer mpi: ddp compares with torch-gloo"),
+        (["memory", "--model", "gpt2"], "--model is of gradients, training, ddp, ddp-training"),
         (["latency", "--rate", "1gbit"], "add --hosts 2"),
         (["memory", "--gpu"], "--gpu: case memory has tensors in host memory alone"),
         (["network", "--gpu", "--peer", "mpi"], "--gpu: --peer mpi has tensors in host memory"),
@@ -170,6 +173,23 @@ def test_bad_usage_is_one_line_and_status_2(arguments: list[str], fact: str) -> 
     assert fact in found.stderr
     assert found.stderr.startswith("perseus-bench: error: ")
     assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [("torch", ["--advise"]), ("torch", ["latency"]), ("numpy", ["latency"]), ("numpy", [])],
+)
+def test_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    arguments: list[str],
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert command_line.main(arguments) == 2
+    fact = f"{sys.executable} has no {package}, which perseus-bench needs"
+    assert capsys.readouterr().err == f"perseus-bench: error: {fact}\n"
 
 
 def test_a_job_that_fails_is_said_with_status_1() -> None:
