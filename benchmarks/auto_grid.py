@@ -24,7 +24,7 @@ _LIMITS = 1.02, 1.05  # against the better of exact and float16, and against the
 
 
 def main() -> int:
-    """Measure, print the table, and return 1 if auto is too slow anywhere."""
+    """Measure, print the table, and return 1 if auto is too slow anywhere, 2 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", default="100mbit,1gbit,10gbit,25gbit", help="of each link")
     parser.add_argument("--models", default="resnet50,vgg16,bert-base,gpt2")
@@ -36,7 +36,11 @@ def main() -> int:
     cells = itertools.product(
         given.hosts.split(","), given.rates.split(","), given.models.split(",")
     )
-    fine = [_cell(hosts, rate, model, given.seconds) for hosts, rate, model in cells]
+    try:
+        fine = [_cell(hosts, rate, model, given.seconds) for hosts, rate, model in cells]
+    except RuntimeError as error:
+        print(f"auto_grid: {error}", file=sys.stderr)
+        return 2
     return 0 if all(fine) else 1
 
 
@@ -54,7 +58,8 @@ def _cell(hosts: str, rate: str, model: str, seconds: str) -> bool:
 
 
 def measure(hosts: str, rate: str, model: str, seconds: str) -> dict[str, float]:
-    """Return the seconds of each column. Raises RuntimeError if a result was wrong."""
+    """Return the seconds of each column. Raises RuntimeError if perseus-bench failed or a result
+    was wrong."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "records.jsonl"
         command = [
@@ -63,12 +68,12 @@ def measure(hosts: str, rate: str, model: str, seconds: str) -> dict[str, float]
             *("--seconds", seconds, "--json", str(path), "--timeout", "1800"),
         ]
         status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
-        if status != 0:
-            sys.exit(status)  # perseus-bench has said why
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
     wrong = [record["codec"] for record in records if not record["verified"]]
-    if wrong:
-        raise RuntimeError(f"{' '.join(command)}: wrong results with {wrong}")
+    if wrong or status != 0:
+        what = f"wrong results with {wrong}" if wrong else f"it ended with status {status}"
+        raise RuntimeError(f"{' '.join(command)}: {what}")
     return {record["codec"]: record["median_s"] for record in records}
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SIZES = ("resnet50", "small")
 FRAMEWORKS = ("torch", "tensorflow", "mxnet")
 MARK = "exchange-bench "
 WARM = 15  # steps; the tuner settles, too
@@ -48,13 +49,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each framework")
     parser.add_argument("--steps", type=int, default=60, help="of a turn, with and without")
     parser.add_argument("--worker", choices=FRAMEWORKS, help=argparse.SUPPRESS)
-    parser.add_argument("sizes", nargs="*", default=["resnet50", "small"])
+    parser.add_argument("sizes", nargs="*", choices=SIZES, help="default: both")
     given = parser.parse_args()
     if given.worker:
         work(given.worker, given.sizes[0], given.steps)
         return 0
     there = [name for name in FRAMEWORKS if (ROOT / ".venv" / name).exists()]
-    for sizes in given.sizes:
+    for sizes in given.sizes or SIZES:
         times: dict[str, list[float]] = {name: [] for name in there}
         for _ in range(given.rounds):
             for name in there:

@@ -78,6 +78,8 @@ def main() -> int:
 
 def work(given: argparse.Namespace) -> None:
     """What a rank does."""
+    if not given.device and not torch.cuda.is_available():
+        raise SystemExit("PyTorch sees no GPU on this host: --device cpu measures without one")
     device = torch.device(given.device or f"cuda:{rank() % torch.cuda.device_count()}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
