@@ -34,8 +34,9 @@ def main():
     )
     numbers = np.random.default_rng(0).standard_normal((1024, 16), dtype="float32")
     labels = (numbers.sum(1) > 0).astype("int64")
-    mine = numbers[rank::size], labels[rank::size]
-    history = model.fit(*mine, batch_size=64 // size, epochs=3, verbose=0, shuffle=False)
+    share = len(numbers) // size  # a rank with more batches would wait for the others
+    mine = numbers[rank::size][:share], labels[rank::size][:share]
+    history = model.fit(*mine, batch_size=max(1, 64 // size), epochs=3, verbose=0, shuffle=False)
 
     weights = torch.from_numpy(np.concatenate([array.ravel() for array in model.get_weights()]))
     everywhere = [torch.empty_like(weights) for _ in range(size)]

@@ -5,6 +5,8 @@
 Lightning starts the second process itself; under torchrun it uses what is there.
 """
 
+import os
+
 import perseus  # isort: skip  # noqa: F401 - process groups run on Perseus from here on
 import pytorch_lightning as lightning
 import torch
@@ -37,9 +39,12 @@ def main():
     lightning.seed_everything(42)
     numbers = torch.randn(1024, 16)
     data = TensorDataset(numbers, (numbers.sum(1) > 0).long())
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
+    hosts = int(os.environ.get("WORLD_SIZE", devices)) // devices
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=devices, num_nodes=hosts, strategy="ddp", max_epochs=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     model = Classifier()
     trainer.fit(model, DataLoader(data, batch_size=32, shuffle=True))

@@ -35,18 +35,23 @@ def main():
         optimizer.load_state_dict(state["optimizer"])
     if rank == 0:
         print(f"step {first}: {size} ranks, backend {dist.get_backend()}", flush=True)
-    for step in range(first, STEPS):
+
+    def loss_of(step):
         # The batch of a step is the same however many ranks share it.
         numbers = torch.randn(12, 16, generator=torch.Generator().manual_seed(step))[rank::size]
+        return (model(numbers) - numbers.sum(1, keepdim=True)).square().mean()
+
+    for step in range(first, STEPS):
         optimizer.zero_grad()
-        loss = (model(numbers) - numbers.sum(1, keepdim=True)).square().mean()
-        loss.backward()
+        loss_of(step).backward()
         optimizer.step()
         time.sleep(0.25)  # as if it were work
         if rank == 0:
             state = {"step": step + 1, "model": model.state_dict()}
             torch.save(state | {"optimizer": optimizer.state_dict()}, f"{checkpoint}.new")
             Path(f"{checkpoint}.new").replace(checkpoint)
+    with torch.no_grad():
+        loss = loss_of(STEPS - 1)
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     if rank == 0:
         print(f"finished with {size} ranks, loss {loss.item():.6f}", flush=True)

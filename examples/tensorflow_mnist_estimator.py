@@ -52,18 +52,27 @@ def main():
     def test_batches():
         return tf.data.Dataset.from_tensor_slices(test_set).batch(100)
 
+    # Only rank 0 saves where it is asked to: others would overwrite what it writes.
+    model_dir = arguments.model_dir if hvd.rank() == 0 else None
     classifier = tf.estimator.Estimator(
         model_fn,
-        # Only rank 0 saves where it is asked to: others would overwrite what it writes.
-        model_dir=arguments.model_dir if hvd.rank() == 0 else None,
+        model_dir=model_dir,
         config=tf.estimator.RunConfig(
             tf_random_seed=arguments.seed + hvd.rank(), log_step_count_steps=None
         ),
         params={"rate": arguments.lr, "steps": steps},
     )
+    # train() returns at once on rank 0, and on no other, if its checkpoint has all the steps.
+    saved = tf.train.latest_checkpoint(model_dir) if model_dir else None
+    done = int(tf.train.load_variable(saved, "global_step")) if saved else 0
+    done = hvd.broadcast_object(done, 0)
     # Variables that rank 0 initialised, or restored from a checkpoint, go to everybody.
     hooks = [hvd.BroadcastGlobalVariablesHook(0)]
-    classifier.train(training_batches, max_steps=steps, hooks=hooks)
+    if done < steps:
+        classifier.train(training_batches, max_steps=steps, hooks=hooks)
+    elif hvd.rank() != 0:
+        hvd.shutdown()
+        return []  # rank 0 alone has the model
     found = classifier.evaluate(test_batches)
     if hvd.rank() == 0:
         print(f"test loss: {found['loss']:.4f}")

@@ -40,13 +40,24 @@ def test_the_benchmark_measures_perseus(launcher):
     assert output.count("Iter #") == 2  # rank 0 alone
 
 
-@pytest.fixture(scope="module")
-def loss_of_one_rank(tmp_path_factory):
-    """The batch of a step is the same however many ranks share it: so is the loss."""
-    folder = tmp_path_factory.mktemp("alone")
+def train_alone(folder):
+    """The output of one rank, and its loss."""
     output = run_script((*TORCHRUN[:-1], "1"), ELASTIC, str(folder))
     (loss,) = re.findall(r"finished with 1 ranks, loss ([\d.]+)", output)
-    return pytest.approx(float(loss), rel=1e-4)
+    return output, float(loss)
+
+
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory):
+    """The folder of one rank's checkpoint, and its loss."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, train_alone(folder)[1]
+
+
+@pytest.fixture
+def loss_of_one_rank(trained_alone):
+    """The batch of a step is the same however many ranks share it: so is the loss."""
+    return pytest.approx(trained_alone[1], rel=1e-4)
 
 
 @pytest.fixture
@@ -79,6 +90,13 @@ def test_ddp_goes_on_in_the_worlds_of_an_elastic_job(tmp_path, how):
         assert without == survivors and new not in survivors, job.output
     else:
         assert_rank_1_was_replaced(job, 3)
+
+
+def test_a_finished_checkpoint_needs_no_step(trained_alone):
+    folder, loss = trained_alone
+    output, again = train_alone(folder)
+    assert "step 40: 1 ranks" in output
+    assert again == loss
 
 
 def test_torchrun_takes_another_host_and_goes_on(agent, loss_of_one_rank):
