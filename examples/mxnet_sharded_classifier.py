@@ -9,6 +9,8 @@ replicated, with batch normalisation over all ranks, and averaged. The result is
 on the global batch.
 """
 
+import sys
+
 import mnist_data
 import mxnet as mx
 import numpy as np
@@ -123,6 +125,8 @@ def main():
     """Returns the replicated weights."""
     arguments = mnist_data.parser("A classifier sharded over ranks").parse_args()
     hvd.init()
+    if hvd.size() > CLASSES:
+        sys.exit(f"{hvd.size()} ranks for {CLASSES} classes: start {CLASSES} ranks or fewer")
     mx.random.seed(arguments.seed + hvd.rank())
     training, test = mnist_data.load(arguments.data_dir)
     images, labels = mnist_data.share_of(training, hvd.rank(), hvd.size())

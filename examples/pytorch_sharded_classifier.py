@@ -134,7 +134,10 @@ def main():
     training, test = load_digits()
     sampler = DistributedSampler(training, hvd.size(), hvd.rank(), seed=42)
     loader = DataLoader(training, arguments.batch_size, sampler=sampler, drop_last=True)
-    model = ShardedModel(arguments.shards or hvd.size(), arguments.lr)
+    shards = arguments.shards or hvd.size()
+    if shards > CLASSES:
+        parser.error(f"{shards} shards of {CLASSES} classes: give --shards {CLASSES} or fewer")
+    model = ShardedModel(shards, arguments.lr)
     for epoch in range(arguments.epochs):
         sampler.set_epoch(epoch)
         for images, labels in loader:
