@@ -333,6 +333,6 @@ accuracy: build packages-test $(VENV)/.test  ## train with every codec, in hours
 	$(PY) benchmarks/accuracy/run.py benchmarks/accuracy/scores.jsonl --page docs/accuracy.md
 
 clean:  ## remove what was built; .venv stays
-	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples perseus/patches
+	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples perseus/include perseus/patches
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
 	rm -f $(VENV)/.perseus
