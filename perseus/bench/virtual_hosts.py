@@ -34,6 +34,7 @@ from typing import IO, Any
 _NAMESPACES = str(Path(__file__).with_name("namespaces.py"))
 _PREFIX = "perseus-hosts-"
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_LEAST_RATE = 1000
 _BURST_SECONDS = 131072 * 8 / 1e9  # 128 kB at 1 Gbit/s
 _LEAST_BURST = 16384
 _QUEUE_SECONDS = 0.02
@@ -88,7 +89,9 @@ def unavailable() -> str | None:
         "ip link add v0 type veth peer name v1 && tc qdisc add dev v0 root tbf rate 1gbit "
         "burst 128kb limit 1mb && ip link add b0 type bridge",
     ]
-    result = subprocess.run(probe, capture_output=True, text=True, timeout=20, check=False)
+    result = subprocess.run(
+        probe, env=_environment(), capture_output=True, text=True, timeout=20, check=False
+    )
     if result.returncode != 0:
         return f"virtual hosts need a kernel that lets them be made: {result.stderr.strip()}"
     return None
@@ -259,6 +262,7 @@ class VirtualHosts:
         command += ["--remove", str(self._directory)] if host < 0 else []
         return subprocess.Popen(
             command,
+            env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -316,7 +320,13 @@ class VirtualHosts:
         """Run a tool of this machine in the network of the switch (0) or of a host (1 + host)."""
         entered = ["nsenter", f"--net=/proc/{self._pids[place]}/ns/net", *command]
         result = subprocess.run(
-            entered, input=text, capture_output=True, text=True, timeout=30, check=False
+            entered,
+            input=text,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
         if result.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: {result.stderr.strip()}")
@@ -403,11 +413,15 @@ def sweep() -> list[str]:
 
 
 def bits_per_second(rate: str) -> int:
-    """Parse a rate: '1gbit' gives 1000000000. Raises ValueError for anything else."""
+    """Parse a rate: '1gbit' gives 1000000000. Raises ValueError for anything else, and for less
+    than 1kbit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     if match is None:
         raise ValueError(f"rate '{rate}': expected a number with kbit, mbit or gbit, such as 1gbit")
-    return round(float(match[1]) * _UNITS[match[2]])
+    bits = round(float(match[1]) * _UNITS[match[2]])
+    if bits < _LEAST_RATE:
+        raise ValueError(f"rate '{rate}': expected 1kbit or more")
+    return bits
 
 
 def _inside(pid: int, command: Sequence[str]) -> list[str]:
@@ -415,7 +429,12 @@ def _inside(pid: int, command: Sequence[str]) -> list[str]:
 
 
 def _find(tool: str) -> str | None:
-    return shutil.which(tool, path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
+    return shutil.which(tool, path=_environment()["PATH"])
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, with the folders of root's tools last on PATH."""
+    return {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
 
 
 def _start_time(pid: int) -> int:
@@ -434,10 +453,9 @@ def _present(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-def _run_everywhere(given: argparse.Namespace) -> int:
-    command = given.command[1:] if given.command[:1] == ["--"] else given.command
-    with VirtualHosts(given.hosts, given.rate, given.links) as hosts:
-        chosen = range(hosts.count) if given.on is None else [hosts.names.index(given.on)]
+def _run_everywhere(made: VirtualHosts, on: str | None, command: list[str]) -> int:
+    with made as hosts:
+        chosen = range(hosts.count) if on is None else [hosts.names.index(on)]
         processes = [
             hosts.popen(i, command, env={**hosts.environment(), "VIRTUAL_HOST": str(i)})
             for i in chosen
@@ -466,10 +484,19 @@ def main() -> int:
         for directory in sweep():
             print(f"removed {directory}")
         return 0
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command:
+        runner.error("expected a command, such as: run --hosts 2 -- ip address")
+    try:
+        hosts = VirtualHosts(given.hosts, given.rate, given.links)
+    except ValueError as error:
+        runner.error(str(error))
+    if given.on not in (None, *hosts.names):
+        runner.error(f"--on {given.on}: expected one of {', '.join(hosts.names)}")
     if reason := unavailable():
         print(reason, file=sys.stderr)
         return 2
-    return _run_everywhere(given)
+    return _run_everywhere(hosts, given.on, command)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,6 +210,32 @@ def test_rates_are_read() -> None:
     for text in ("1", "fast", "1gb", "-1gbit"):
         with pytest.raises(ValueError, match="expected a number with kbit, mbit or gbit"):
             bits_per_second(text)
+    for text in ("0mbit", "0.9kbit"):
+        with pytest.raises(ValueError, match="expected 1kbit or more"):
+            bits_per_second(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        (["--hosts", "2", "--"], "expected a command, such as"),
+        (["--rate", "0mbit", "true"], "rate '0mbit': expected 1kbit or more"),
+        (["--on", "host2", "true"], "--on host2: expected one of host0, host1"),
+    ],
+)
+def test_command_line_refuses_what_it_cannot_run(arguments: list[str], fact: str) -> None:
+    command = [sys.executable, "-m", "perseus.bench.virtual_hosts", "run", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert fact in result.stderr.splitlines()[-1]
+
+
+def test_tools_of_root_need_not_be_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for tool in ("sh", "unshare", "nsenter", "ssh", "ssh-keygen", "true"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with VirtualHosts(1, ssh=False) as alone:
+        assert alone.counters(0)[0].sent_bytes >= 0
 
 
 def test_command_line_runs_on_every_host() -> None:
