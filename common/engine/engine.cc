@@ -145,6 +145,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
     log_.warning("[config] PERSEUS_ALLREDUCE_STREAMS=" + std::to_string(streams) + " uses " + std::to_string(streams) +
                  " of the " + std::to_string(interfaces_) +
                  " interfaces that are named: set it to their number, or a multiple of it");
+  if (execution_settings_.gpu_operations == GpuOperations::kNccl) nccl::connect_when_joining();
   answer_inspections(static_cast<int>(config.integer(Var::kInspectSignal)));
   begin_tuner_log();
   execution_settings_.observer = &timeline_;
@@ -214,6 +215,7 @@ bool Engine::may_try_nccl() const {
   try {
     cuda::Driver::get();
     nccl::Library::get(execution_settings_.nccl_library);
+    nccl::connect_when_joining();
     return true;
   } catch (const Error&) {
     return false;  // there are no GPUs, or whoever brings tensors of one gets to know what is missing

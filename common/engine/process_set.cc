@@ -88,8 +88,8 @@ int ProcessSet::streams(const ExecutionSettings& settings) {
 
 bool ProcessSet::keeps_on(int device, bool gradients) {
   levels();
-  const bool everywhere = gpu_operations_ == GpuOperations::kNccl || (gradients && nccl_percent_ > 0);
-  Joined* const by = everywhere ? everywhere_.get() : inside_.get();
+  const bool by_tuner = gradients && nccl_percent_ > 0 && topology_->nccl_between();
+  Joined* const by = joined_at(gpu_operations_ == GpuOperations::kNccl || by_tuner ? Level::kAll : Level::kInner);
   return by != nullptr && by->served && by->members.size() > 1 && by->communicator->takes(device);
 }
 
@@ -154,12 +154,11 @@ std::unique_ptr<ProcessSet::Joined> ProcessSet::joined(Level level, const Execut
   return made;
 }
 
-// Where a group of all members of this host is one of all members, those of the host.
-NcclCommunicator* ProcessSet::communicator_of(Level level) {
+// Those whose GPUs NCCL joins at the level, or null: of all members, where all are on this host, those of the host.
+ProcessSet::Joined* ProcessSet::joined_at(Level level) {
   if (level == Level::kAcross) return nullptr;
   const bool all = level == Level::kAll && (inside_ == nullptr || levels().groups > 1);
-  Joined* const by = all ? everywhere_.get() : inside_.get();
-  return by != nullptr && by->served ? by->communicator.get() : nullptr;
+  return all ? everywhere_.get() : inside_.get();
 }
 
 Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
@@ -174,8 +173,8 @@ Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
       for (int member : members)
         links.push_back(member == me_ ? nullptr : &link_to_(ranks_[static_cast<size_t>(member)], channel));
       auto host = std::make_unique<LinkGroup>(std::move(links), index_in(members, me_), epoch_, channel);
-      if (NcclCommunicator* const nccl = communicator_of(level); nccl != nullptr && members.size() > 1)
-        groups.push_back(std::make_unique<NcclGroup>(nccl, host.get(), channel.stream));
+      if (Joined* const nccl = joined_at(level); nccl != nullptr && nccl->served && members.size() > 1)
+        groups.push_back(std::make_unique<NcclGroup>(nccl->communicator.get(), host.get(), channel.stream));
       groups.push_back(std::move(host));
       return groups;
     };

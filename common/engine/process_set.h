@@ -110,7 +110,7 @@ class ProcessSet {
   ExecutionSettings with_nccl(ExecutionSettings settings) const;
   struct Joined;
   std::unique_ptr<Joined> joined(Level level, const ExecutionSettings& settings);
-  NcclCommunicator* communicator_of(Level level);  // null = none
+  Joined* joined_at(Level level);
   void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
 

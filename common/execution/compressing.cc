@@ -239,8 +239,10 @@ void Execution::choose_codecs(const Entry& entry) {
 bool Execution::is_for_nccl(const Entry& entry) {
   if (settings_.gpu_operations != GpuOperations::kAuto) return settings_.gpu_operations == GpuOperations::kNccl;
   const Description& d = entry.description;
-  const int percent = in_force_.tuning.nccl_percent;
-  if (!d.gradient || !d.stays_on_device || percent % 100 == 0) return d.gradient && d.stays_on_device && percent > 0;
+  // A replayed choice may come from ranks that had NCCL.
+  const int percent = settings_.topology->nccl_between() ? in_force_.tuning.nccl_percent : 0;
+  if (!d.gradient || !d.stays_on_device || percent == 0) return false;
+  if (percent == 100) return true;
   if (percent != percent_of_ways_) {
     percent_of_ways_ = percent;
     ways_.clear();

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <vector>
 
 #include "base/error.h"
@@ -94,6 +95,8 @@ void Library::check(Result code, const char* what, Handle communicator) const {
   if (code != kSuccess && code != kInProgress)
     fail(ErrorKind::kIo, std::string("[nccl] ") + what + ": " + text_of(code, communicator));
 }
+
+void connect_when_joining() { ::setenv("NCCL_RUNTIME_CONNECT", "0", 0); }
 
 int type_of(DType dtype) {
   switch (dtype) {

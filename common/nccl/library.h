@@ -69,6 +69,11 @@ class Library {
   int version_ = 0;
 };
 
+// From now on NCCL connects the ranks of a communicator while it joins them. Since 2.22 it has done so in their first
+// collective, whose failure would come too late for doing without NCCL. No effect once NCCL has joined ranks in this
+// process, or where NCCL_RUNTIME_CONNECT is set.
+void connect_when_joining();
+
 // NCCL's number for a type, negative where it has none. It adds floating types as Perseus does, but in another order.
 int type_of(DType dtype);
 

@@ -29,6 +29,7 @@ class Recording {
   ~Recording();
 
   const std::string& path() const { return file_.path(); }
+  const std::string& wanted() const { return file_.wanted(); }
 
   static size_t slots_for(size_t name_bytes);
   // Room for `slots`? If not, `records` are counted as dropped.

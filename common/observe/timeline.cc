@@ -44,7 +44,7 @@ void Timeline::start(const std::string& path, bool mark_cycles, ProgressEngine& 
   if (path.empty()) fail(ErrorKind::kInvalidArgument, "[timeline] the file's name is empty");
   if (!writes_) return;
   const MutexLock lock(control_mutex_);
-  if (recording_ && recording_->path() == timeline_path(path, rank_)) return;
+  if (recording_ && recording_->wanted() == timeline_path(path, rank_)) return;
   std::unique_ptr<Recording> other = open(path);
   const ProgressLock progress_held(progress);
   recording_.swap(other);

@@ -21,9 +21,9 @@ constexpr char kOpening[] = "[\n", kSeparator[] = ",\n", kClosing[] = "\n]\n";
 
 }  // namespace
 
-TraceFile::TraceFile(const std::string& path) {
+TraceFile::TraceFile(const std::string& path) : wanted_(path) {
   // Opening may wait for a server or a reader, which must not hold up a fork: a file is guarded a moment later.
-  const int opened = open_free(path);
+  const int opened = open_free();
   if (opened >= 0) {
     fd_ = open_guarded([&] { return ::fcntl(opened, F_DUPFD_CLOEXEC, 0); });
     const int why = errno;
@@ -37,12 +37,12 @@ TraceFile::TraceFile(const std::string& path) {
 
 // As long as the file is open, it is locked. Where there are no locks, or no files, nothing is: two worlds of a process
 // that write to one pipe have asked for that.
-int TraceFile::open_free(const std::string& wanted) {
-  const size_t name = wanted.rfind('/') == std::string::npos ? 0 : wanted.rfind('/') + 1;
-  const size_t dot = wanted.rfind('.');
-  const size_t end = dot == std::string::npos || dot <= name ? wanted.size() : dot;
+int TraceFile::open_free() {
+  const size_t name = wanted_.rfind('/') == std::string::npos ? 0 : wanted_.rfind('/') + 1;
+  const size_t dot = wanted_.rfind('.');
+  const size_t end = dot == std::string::npos || dot <= name ? wanted_.size() : dot;
   for (int number = 1;; ++number) {
-    path_ = number == 1 ? wanted : wanted.substr(0, end) + "-" + std::to_string(number) + wanted.substr(end);
+    path_ = number == 1 ? wanted_ : wanted_.substr(0, end) + "-" + std::to_string(number) + wanted_.substr(end);
     const int opened = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     struct stat status{};
     if (opened < 0 || ::fstat(opened, &status) != 0 || !S_ISREG(status.st_mode)) return opened;

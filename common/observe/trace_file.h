@@ -17,14 +17,16 @@ class TraceFile {
   TraceFile& operator=(const TraceFile&) = delete;
 
   const std::string& path() const { return path_; }
+  const std::string& wanted() const { return wanted_; }  // may be another one's
   // Appends events, separated by ",\n". "" or what went wrong; then the file ends with the events before these.
   std::string append(const std::string& events);
 
  private:
   std::string write_at(const std::string& text);
 
-  int open_free(const std::string& wanted);
+  int open_free();
 
+  const std::string wanted_;
   std::string path_;
   int fd_ = -1;
   int64_t end_ = 0;  // of the last event

@@ -211,5 +211,5 @@ def _gathered(op: Op, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]
     for index, (array, here) in enumerate(zip(arrays, op.staging.inputs, strict=True)):
         output = empty(here, results.shape(index))
         results.copy(index, output)
-        outputs.append(output if here is array else output.as_in_context(array.ctx))
+        outputs.append(output if here is array else staging.moved(output, array))
     return outputs, results.received_splits()

@@ -17,9 +17,9 @@ def is_elsewhere(array: Any) -> bool:
     return bool(array.ctx.device_type == "gpu")
 
 
-def host_context() -> Any:
-    """Where copies lie: in page-locked memory, from which a GPU copies without waiting."""
-    return mxnet.Context("cpu_pinned", 0)
+def host_context(array: Any) -> Any:
+    """Where an array's copy lies: in memory that is page-locked for its GPU, and for no other."""
+    return mxnet.Context("cpu_pinned", array.ctx.device_id)
 
 
 def empty(like: Any, shape: tuple[int, ...] | None = None, context: Any = None) -> Any:
@@ -38,7 +38,7 @@ class Staging:
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.inputs = [self._copy_of(array) for array in inputs]
-        self._loads = self._moved(inputs, self.inputs)
+        self._loads = _differing(inputs, self.inputs)
         self._given = list(inputs)
         self._stores: list[tuple[Any, Any]] = []
 
@@ -48,24 +48,37 @@ class Staging:
         copies = [
             same[id(array)] if id(array) in same else self._copy_of(array) for array in outputs
         ]
-        self._stores = self._moved(outputs, copies)
+        self._stores = _differing(copies, outputs)
         return copies
 
     def load(self) -> None:
         """Copy the inputs, before the op is pushed."""
-        for array, here in self._loads:
-            array.copyto(here)
+        _copy(self._loads)
 
     def store(self) -> None:
         """Copy the outputs back, once the op has been pushed."""
-        for array, here in self._stores:
-            here.copyto(array)
+        _copy(self._stores)
 
     @staticmethod
     def _copy_of(array: Any) -> Any:
-        return empty(array, context=host_context()) if is_elsewhere(array) else array
+        return empty(array, context=host_context(array)) if is_elsewhere(array) else array
 
-    @staticmethod
-    def _moved(arrays: Sequence[Any], copies: Sequence[Any]) -> list[tuple[Any, Any]]:
-        pairs = zip(arrays, copies, strict=True)
-        return [(array, here) for array, here in pairs if here is not array]
+
+def _differing(sources: Sequence[Any], targets: Sequence[Any]) -> list[tuple[Any, Any]]:
+    pairs = zip(sources, targets, strict=True)
+    return [(source, target) for source, target in pairs if source is not target]
+
+
+def _copy(pairs: Sequence[tuple[Any, Any]]) -> None:
+    if pairs:
+        with mxnet.autograd.pause():  # an op on the CPU is not recorded either
+            for source, target in pairs:
+                source.copyto(target)
+
+
+def moved(array: Any, like: Any) -> Any:
+    """Return an array, or its copy where another one is."""
+    if array.ctx == like.ctx:
+        return array
+    with mxnet.autograd.pause():
+        return array.as_in_context(like.ctx)

@@ -2,6 +2,8 @@
 // and for NCCL.
 #include "nccl.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -444,6 +446,11 @@ TEST(Nccl, AGpuThatIsFullIsLeftToTheFramework) {
 
 // ---- some of it by NCCL between hosts ----
 
+// The same binary may be run twice at a time.
+std::string temporary(const std::string& name) {
+  return testing::TempDir() + name + std::to_string(getpid()) + unique_name();
+}
+
 // The same sums, but for the order in which four floats are added; all ranks have the same bits.
 void expect_sums(const Training& a, const Training& b) {
   const Bytes &first = a.results[0], &other = b.results[0];
@@ -465,7 +472,7 @@ void expect_sums(const Training& a, const Training& b) {
 TEST(Nccl, GradientsGoByBothKindsOfLink) {
   const int steps = 3;
   const std::vector<int64_t> counts(6, 10'000);
-  const std::string replayed = testing::TempDir() + "perseus_shares" + unique_name();
+  const std::string replayed = temporary("perseus_shares");
   for (const int percent : {50, 100}) {
     std::ofstream(replayed) << perseus::tuner_log_header() << "0,134217728,4," << percent << ",0,0,1\n";
     for (const int inside : {1, 2}) {
@@ -492,7 +499,7 @@ TEST(Nccl, GradientsGoByBothKindsOfLink) {
 // Floats that go by NCCL go as they are, unless somebody wants something else.
 TEST(Nccl, WhatIsCompressedDoesNotGoByNcclBetweenHosts) {
   const std::vector<int64_t> counts(4, 20'000);
-  const std::string replayed = testing::TempDir() + "perseus_compressed" + unique_name();
+  const std::string replayed = temporary("perseus_compressed");
   std::ofstream(replayed) << perseus::tuner_log_header() << "0,134217728,4,100,0,0,1\n";
   const auto trained = [&](const std::vector<std::string>& more) {
     WorldOptions options;
@@ -514,7 +521,7 @@ TEST(Nccl, WhatIsCompressedDoesNotGoByNcclBetweenHosts) {
 
 // What PERSEUS_NCCL_ENABLE=1 tries, as percentages by trial.
 std::vector<int> tried_percentages(int ranks, int inside, int* nccl_calls, std::string* said) {
-  const std::string log = testing::TempDir() + "perseus_trials" + unique_name();
+  const std::string log = temporary("perseus_trials");
   WorldOptions options;
   options.overrides = {"LIGHT_2D_ALLREDUCE=1",           "LIGHT_INTRA_SIZE=" + std::to_string(inside),
                        "PERSEUS_NCCL_ENABLE=1",          "HOROVOD_AUTOTUNE=1",
@@ -557,6 +564,7 @@ TEST(Nccl, TheTunerTriesItBetweenHosts) {
     EXPECT_EQ(said, "");
     EXPECT_GT(nccl_calls, 0);
   }
+  EXPECT_STREQ(getenv("NCCL_RUNTIME_CONNECT"), "0");
   standin_nccl_fail_init(2);
   EXPECT_EQ(tried_percentages(2, 1, &nccl_calls, &said), (std::vector<int>{0, 100, 0, 100}));
   standin_nccl_fail_init(0);

@@ -368,7 +368,7 @@ TEST_F(Timeline, NothingIsLostSilently) {
 
 // As where a script has both hvd.init() and a process group.
 TEST_F(Timeline, TwoWorldsDoNotWriteToOneFile) {
-  const std::string directory = testing::TempDir() + "perseus_two" + unique_name();
+  const std::string directory = testing::TempDir() + "perseus_two" + std::to_string(getpid()) + unique_name();
   ASSERT_EQ(::mkdir(directory.c_str(), 0700), 0);
   const std::string path = directory + "/trace.json", other = directory + "/trace-2.json";
   const perseus::Log quiet(perseus::LogLevel::kFatal, false, 0);

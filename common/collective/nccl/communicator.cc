@@ -186,8 +186,7 @@ void NcclCommunicator::conclude(nccl::Result result, const std::string& why) {
 }
 
 void NcclCommunicator::refuse(const std::string& why) {
-  begin_abort();
-  end_abort();
+  begin_abort(true);
   if (me() == 0)
     settings_.log("[nccl] NCCL does not join the ranks " + settings_.of_whom +
                   ", whose tensors go through host memory: " + why);

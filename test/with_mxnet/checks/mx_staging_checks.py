@@ -41,7 +41,7 @@ def _all_arrays_elsewhere() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(staging, "is_elsewhere", lambda array: array.ctx != _HOST)
-        patched.setattr(staging, "host_context", lambda: _HOST)
+        patched.setattr(staging, "host_context", lambda array: _HOST)
         patched.setattr(ops, "handles", checked)
         yield given
 
@@ -95,6 +95,21 @@ def check_results_are_where_the_arrays_are() -> None:
             total = sum(mx.nd.arange(6) + rank for rank in range(hvd.size()))
             assert (others.asnumpy() == total.asnumpy()).all()
             assert (array.asnumpy() == (mx.nd.arange(6) + hvd.rank()).asnumpy()).all()
+
+
+def check_copies_are_no_part_of_a_graph() -> None:
+    with _all_arrays_elsewhere():
+        weight = mx.nd.ones(3)
+        weight.attach_grad()
+        with mx.autograd.record():
+            loss = (weight * weight).sum()
+            reduced = weight * (hvd.rank() + 1)
+            hvd.allreduce_(reduced, op=hvd.Sum)
+            gathered = hvd.allgather(reduced)
+        loss.backward()
+        assert (weight.grad.asnumpy() == 2).all()
+        total = sum(range(1, hvd.size() + 1))
+        assert (gathered.asnumpy() == total).all()
 
 
 def check_an_error_reaches_the_array_on_the_device() -> None:
