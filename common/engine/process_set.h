@@ -106,13 +106,14 @@ class ProcessSet {
       PERSEUS_REQUIRES(progress_lock);
   void keep_schedule(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
   const Levels& levels() const;  // any thread, once something is submitted
-  // ---- whom NCCL joins ----
-  ExecutionSettings with_nccl(ExecutionSettings settings) const;
-  struct Joined;
-  std::unique_ptr<Joined> joined(Level level, const ExecutionSettings& settings);
-  Joined* joined_at(Level level);
   void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
+
+  // ---- whom NCCL joins ----
+  struct Joined;
+  ExecutionSettings with_nccl(ExecutionSettings settings) const;
+  std::unique_ptr<Joined> joined(Level level, const ExecutionSettings& settings);
+  Joined* joined_at(Level level);
 
   const uint32_t id_;
   const std::vector<int> ranks_;

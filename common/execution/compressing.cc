@@ -235,7 +235,8 @@ void Execution::choose_codecs(const Entry& entry) {
   if (between_by_nccl_ && by_tuner && !reduces_on_device(entry)) between_by_nccl_ = false;
 }
 
-// The first gradients of a kind of step decide which of them are NCCL's: as many as come closest to its part.
+// Which gradients are NCCL's is decided when each comes for the first time, so that what it has by then is as close to
+// its part as whole gradients allow.
 bool Execution::is_for_nccl(const Entry& entry) {
   if (settings_.gpu_operations != GpuOperations::kAuto) return settings_.gpu_operations == GpuOperations::kNccl;
   const Description& d = entry.description;

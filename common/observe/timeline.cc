@@ -12,12 +12,7 @@ constexpr char kDynamic[] = "DYNAMIC";
 }  // namespace
 
 std::string timeline_path(const std::string& path, int rank) {
-  if (rank == 0) return path;
-  const size_t name = path.rfind('/') == std::string::npos ? 0 : path.rfind('/') + 1;
-  const size_t dot = path.rfind('.');
-  // The dot of a hidden file's name begins no suffix.
-  const size_t end = dot == std::string::npos || dot <= name ? path.size() : dot;
-  return path.substr(0, end) + ".rank" + std::to_string(rank) + path.substr(end);
+  return rank == 0 ? path : before_suffix(path, ".rank" + std::to_string(rank));
 }
 
 Timeline::Timeline(const World& world, const Config& config, const std::vector<TransportKind>& transports,

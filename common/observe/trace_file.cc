@@ -21,6 +21,14 @@ constexpr char kOpening[] = "[\n", kSeparator[] = ",\n", kClosing[] = "\n]\n";
 
 }  // namespace
 
+std::string before_suffix(const std::string& path, const std::string& more) {
+  const size_t name = path.rfind('/') == std::string::npos ? 0 : path.rfind('/') + 1;
+  const size_t dot = path.rfind('.');
+  // The dot of a hidden file's name begins no suffix.
+  const size_t end = dot == std::string::npos || dot <= name ? path.size() : dot;
+  return path.substr(0, end) + more + path.substr(end);
+}
+
 TraceFile::TraceFile(const std::string& path) : wanted_(path) {
   // Opening may wait for a server or a reader, which must not hold up a fork: a file is guarded a moment later.
   const int opened = open_free();
@@ -38,22 +46,17 @@ TraceFile::TraceFile(const std::string& path) : wanted_(path) {
 // As long as the file is open, it is locked. Where there are no locks, or no files, nothing is: two worlds of a process
 // that write to one pipe have asked for that.
 int TraceFile::open_free() {
-  const size_t name = wanted_.rfind('/') == std::string::npos ? 0 : wanted_.rfind('/') + 1;
-  const size_t dot = wanted_.rfind('.');
-  const size_t end = dot == std::string::npos || dot <= name ? wanted_.size() : dot;
   for (int number = 1;; ++number) {
-    path_ = number == 1 ? wanted_ : wanted_.substr(0, end) + "-" + std::to_string(number) + wanted_.substr(end);
+    path_ = number == 1 ? wanted_ : before_suffix(wanted_, "-" + std::to_string(number));
     const int opened = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     struct stat status{};
     if (opened < 0 || ::fstat(opened, &status) != 0 || !S_ISREG(status.st_mode)) return opened;
-    if (::flock(opened, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK || number == kMostNames) {
-      if (::ftruncate(opened, 0) == 0) return opened;
-      const int why = errno;
-      ::close(opened);
-      errno = why;
-      return -1;
-    }
+    const bool taken = ::flock(opened, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    if (!taken && ::ftruncate(opened, 0) == 0) return opened;
+    const int why = errno;
     ::close(opened);
+    errno = why;
+    if (!taken || number == kMostNames) return -1;
   }
 }
 

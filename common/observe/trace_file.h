@@ -7,6 +7,9 @@
 
 namespace perseus {
 
+// trace.json as trace, `more`, .json.
+std::string before_suffix(const std::string& path, const std::string& more);
+
 class TraceFile {
  public:
   // Makes the file, or empties it; throws Error(kInvalidArgument) when that cannot be done. While another TraceFile of
@@ -22,9 +25,8 @@ class TraceFile {
   std::string append(const std::string& events);
 
  private:
-  std::string write_at(const std::string& text);
-
   int open_free();
+  std::string write_at(const std::string& text);
 
   const std::string wanted_;
   std::string path_;
