@@ -169,14 +169,32 @@ Device::Device(int index) : driver_(Driver::get()), index_(index) {
   driver_.check(driver_.call().device_get(&ordinal_, index), "cuDeviceGet");
   driver_.check(driver_.call().retain_primary(&context_, ordinal_), "cuDevicePrimaryCtxRetain");
   const Current current(*this);
-  for (Handle* stream : {&to_host_, &to_device_, &fetching_})
-    driver_.check(driver_.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
-                  "cuStreamCreateWithPriority");
+  to_device_ = make_stream();
+  fetching_ = make_stream();
   CopyList nothing;
   nothing.count = nothing.unused = 0;
   no_kernels_ = load_kernels(kCopySource, {Kernel::kCopy}, &nothing, &module_);
   const MutexLock giving(giving_), lock(order_);
   for (Burst* burst : {&burst_, &given_}) burst->ready = take_event();
+}
+
+Handle Device::make_stream() {
+  Handle stream = nullptr;
+  driver_.check(driver_.call().stream_create(&stream, kNonBlockingStream, kHighestPriority),
+                "cuStreamCreateWithPriority");
+  return stream;
+}
+
+Device::Lane Device::lane_of(Handle stream) {
+  constexpr size_t kMostKnown = 1024;  // streams that come and go
+  const MutexLock lock(lanes_mutex_);
+  if (lanes_.size() >= kMostKnown) lanes_.clear();
+  const std::thread::id thread = stream == kPerThreadStream ? std::this_thread::get_id() : std::thread::id();
+  const auto [known, is_new] = lanes_.emplace(std::make_pair(stream, thread), 0);
+  if (is_new) known->second = static_cast<int>(lanes_.size() - 1) % kLanes;
+  const auto number = static_cast<size_t>(known->second);
+  while (to_host_.size() <= number) to_host_.push_back(make_stream());
+  return {known->second, to_host_[number]};
 }
 
 // Launches each, too: drivers put off loading to the first launch, and may then wait for all that the device does,
@@ -262,7 +280,11 @@ void Device::give_back(bool with_memory) {
   const auto belongings = std::make_shared<Belongings>();
   belongings->context = context_;
   belongings->ordinal = ordinal_;
-  belongings->streams = {to_host_, to_device_, fetching_};
+  belongings->streams = {to_device_, fetching_};
+  {
+    const MutexLock lock(lanes_mutex_);
+    belongings->streams.insert(belongings->streams.end(), to_host_.begin(), to_host_.end());
+  }
   {
     const MutexLock lock(mutex_);
     belongings->events = events_;

@@ -11,6 +11,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.h"
@@ -21,6 +23,9 @@ namespace perseus::cuda {
 
 class Device;
 class Staging;
+
+// CU_STREAM_PER_THREAD: one handle for a stream of each thread.
+inline const Handle kPerThreadStream = reinterpret_cast<Handle>(uintptr_t{2});
 
 // What a stream had to do when it was recorded. Requests share it, so the driver is asked once. Any thread.
 class Event {
@@ -109,10 +114,17 @@ class Device {
 
   // Streams that never wait for the framework's but by events, of the highest priority: copies are short, and the
   // network waits for them.
-  Handle to_host() const { return to_host_; }
   Handle to_device() const { return to_device_; }
-  // To the host, too, but beside tensors that are still being computed.
+  // To the host: beside tensors that are still being computed, and for those that `stream` of this thread computes. Its
+  // lane is another than that of other streams, up to kLanes, so that no tensor waits for what another stream does,
+  // which may even wait for that tensor.
   Handle fetching() const { return fetching_; }
+  static constexpr int kLanes = 16;
+  struct Lane {
+    int number = 0;
+    Handle to_host = nullptr;
+  };
+  Lane lane_of(Handle stream);
 
   // Page-locked memory of at least so many bytes, on a cache line.
   struct Block {
@@ -134,6 +146,7 @@ class Device {
   // Requests whose tensors the same stream computes, and whose copies to the host will be given to ours together.
   struct Burst {
     Handle stream = nullptr, ready = nullptr;  // the event behind the last one's work
+    Handle to_host = nullptr;
     std::vector<Staging*> requests;
     size_t bytes = 0;
     size_t seen = 0;  // requests at the last look
@@ -167,6 +180,7 @@ class Device {
   // Gives the reason where the driver cannot have them.
   std::string load_kernels(const char* source, std::initializer_list<Kernel> kernels, void* nothing, Handle* module);
   void give_back(bool with_memory);
+  Handle make_stream();
   // An event without timing.
   Handle take_event();
   void give_event(Handle event);
@@ -179,13 +193,16 @@ class Device {
   const Driver& driver_;
   const int index_;
   Ordinal ordinal_ = 0;
-  Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr, fetching_ = nullptr;
+  Handle context_ = nullptr, to_device_ = nullptr, fetching_ = nullptr;
   Handle module_ = nullptr, chunk_module_ = nullptr;
   std::array<Handle, kKernels> kernels_{};
   std::once_flag chunk_kernels_loaded_;
   bool encodes_ = false;  // set with it
   std::string no_kernels_;
   std::atomic<bool> given_up_{false};
+  Mutex lanes_mutex_;
+  std::vector<Handle> to_host_ PERSEUS_GUARDED_BY(lanes_mutex_);  // by lane
+  std::map<std::pair<Handle, std::thread::id>, int> lanes_ PERSEUS_GUARDED_BY(lanes_mutex_);
   mutable Mutex mutex_;
   std::vector<Handle> events_ PERSEUS_GUARDED_BY(mutex_);  // before those that come back to it
   Mutex giving_, order_;

@@ -12,8 +12,6 @@ namespace {
 constexpr size_t kLine = 64;
 constexpr size_t kPiece = 4 * 1024 * 1024;
 constexpr size_t kWholeChunk = kChunkElements * sizeof(float);
-// CU_STREAM_PER_THREAD: one handle for a stream of each thread.
-const Handle kPerThread = reinterpret_cast<Handle>(uintptr_t{2});
 // Copies are not put off any more for so many bytes, or looks.
 constexpr size_t kBurst = 1024 * 1024;
 constexpr int kMostLooks = 8;
@@ -64,13 +62,16 @@ void Staging::load(Handle stream, bool more_follow) {
     bytes += tensor.loads;
     if (kept_) tensor.loads = tensor.position = 0;
   }
+  const Device::Lane lane = device_.lane_of(stream);
+  lane_ = lane.number;
   const auto join_burst = [&] {
     const MutexLock lock(device_.order());
     Device::Burst& burst = device_.burst();
-    if ((burst.stream != stream || stream == kPerThread) && !burst.requests.empty()) return false;
+    if ((burst.stream != stream || stream == kPerThreadStream) && !burst.requests.empty()) return false;
     // It stands for all that have asked before: the same stream computes theirs.
     driver.check(driver.call().event_record(burst.ready, stream), "cuEventRecord");
     burst.stream = stream;
+    burst.to_host = lane.to_host;
     burst.requests.push_back(this);
     burst.bytes += bytes;
     more_follow = more_follow && burst.bytes < kBurst;
@@ -200,15 +201,15 @@ void Staging::launch(Device* device) {
 // The copies of a burst, and an event behind every piece of them.
 void Staging::give(Device* device, Device::Burst* burst) {
   const Driver& driver = Driver::get();
-  driver.check(driver.call().stream_wait(device->to_host(), burst->ready, 0), "cuStreamWaitEvent");
+  driver.check(driver.call().stream_wait(burst->to_host, burst->ready, 0), "cuStreamWaitEvent");
   struct Touched {
     Staging* request;
     size_t end;
   };
   std::vector<Touched> touched;  // since the last event
   const auto mark = [&] {
-    burst->copies.load(device->to_host());
-    const std::shared_ptr<const Event> event = device->record(device->to_host());
+    burst->copies.load(burst->to_host);
+    const std::shared_ptr<const Event> event = device->record(burst->to_host);
     for (const Touched& each : touched) each.request->marks_.push_back({each.end, event});
     touched.clear();
   };

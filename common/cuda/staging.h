@@ -25,6 +25,8 @@ class Staging {
   Staging& operator=(const Staging&) = delete;
 
   int device() const { return device_.index(); }
+  // Once load() was called: those with the same number are computed in the order in which that was.
+  int queue() const { return device_.index() * Device::kLanes + lane_; }
 
   // A tensor that is read, written or both; null = not. `apart`: what is written has memory of its own.
   void add(const void* in, size_t in_bytes, void* out, size_t out_bytes, bool apart);
@@ -105,6 +107,7 @@ class Staging {
   Device& device_;
   std::vector<Tensor> tensors_;
   size_t bytes_ = 0;
+  int lane_ = 0;
   Device::Block block_;
   // Set by the thread that launches, before launched_.
   std::vector<Mark> marks_;

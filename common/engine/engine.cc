@@ -223,6 +223,11 @@ bool Engine::may_try_nccl() const {
 }
 
 void Engine::set_locations(std::vector<Location> locations) {
+  const int node = locations[static_cast<size_t>(world_.rank)].node;
+  const auto is_here = [node](const Location& location) { return location.node == node; };
+  if (execution_settings_.gpu_operations == GpuOperations::kAuto &&
+      std::count_if(locations.begin(), locations.end(), is_here) > 1)
+    nccl::connect_when_joining();
   const ProgressLock lock(progress_);
   topology_.set_locations(std::move(locations));
 }

@@ -1,4 +1,4 @@
-// One queue for each device, one for messages, and one for joins.
+// One queue for each lane of a device, one for messages, and one for joins.
 #include "engine/loading.h"
 
 #include <utility>
@@ -6,7 +6,7 @@
 namespace perseus {
 namespace {
 
-constexpr int kMessages = -2, kJoins = -1;  // beside the numbers of devices
+constexpr int kMessages = -2, kJoins = -1;  // beside those of Staging
 
 // A message is read as soon as the other rank wants it, and a bucket waits for its own parts of a tensor.
 bool computed(const Entry& entry) {
@@ -18,7 +18,7 @@ bool computed(const Entry& entry) {
 
 int Loading::queue_of(const Entry& entry) {
   if (is_point_to_point(entry.description.kind)) return kMessages;
-  return entry.staging ? entry.staging->device() : kJoins;
+  return entry.staging ? entry.staging->queue() : kJoins;
 }
 
 bool Loading::holds(const Entry& entry) const {
@@ -44,8 +44,8 @@ bool Loading::add(Request request) {
 
 bool Loading::may_go(const Request& request) const {
   if (request.entry->description.kind == Kind::kJoin)
-    for (const auto& [device, queue] : queues_)
-      if (device >= 0 && !queue.empty() && queue.front().number < request.number) return false;
+    for (const auto& [number, queue] : queues_)
+      if (number >= 0 && !queue.empty() && queue.front().number < request.number) return false;
   return computed(*request.entry);
 }
 

@@ -31,8 +31,8 @@ class Loading {
   bool add(Request request);
   // Is there a request that was not announced yet?
   bool any() const { return messages_left_.load() + collectives_left_.load() > 0; }
-  // Appends those that need not wait any more. Copies from one device follow each other in the order of their requests,
-  // so the first that is not there ends the search. Throws as Staging::computed() does.
+  // Appends those that need not wait any more. Of each queue, the first that does ends the search, as those behind it
+  // are computed later. Throws as Staging::computed() does.
   void take_computed(std::vector<Request>* taken) PERSEUS_REQUIRES(progress_lock);
   // A request of this kind that was taken is known to the other ranks, or has failed.
   void announced(Kind kind) PERSEUS_REQUIRES(progress_lock) { --left(kind); }

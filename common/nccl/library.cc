@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "base/config.h"
 #include "base/error.h"
 #include "base/look_up.h"
 #include "base/mutex.h"
@@ -74,6 +75,9 @@ Library::Library(const std::string& wanted) {
   if (version_ < kOldest)
     fail(ErrorKind::kIo,
          "[nccl] " + path_ + " is NCCL " + version_text(version_) + ": install " + version_text(kOldest) + " or newer");
+  // It outweighs what we ask for: joining would then block the ranks that others wait for.
+  if (environment_value("NCCL_COMM_BLOCKING") == "1")
+    fail(ErrorKind::kIo, "[nccl] NCCL_COMM_BLOCKING=1 makes NCCL's calls block, which Perseus cannot use: unset it");
   find("ncclGetLastError", &functions_.last_error);
   find("ncclGetUniqueId", &functions_.unique_id);
   find("ncclCommInitRankConfig", &functions_.join);

@@ -11,7 +11,7 @@ namespace perseus::nccl {
 using Result = int;    // ncclResult_t
 using Handle = void*;  // ncclComm_t, cudaStream_t
 
-constexpr Result kSuccess = 0, kRemoteError = 6, kInProgress = 7;
+constexpr Result kSuccess = 0, kInternalError = 3, kRemoteError = 6, kInProgress = 7;
 constexpr int kSum = 0, kAverage = 4;  // ncclRedOp_t
 
 // What the members of a communicator find each other by.
@@ -50,12 +50,14 @@ class Library {
  public:
   // The process's: `wanted` (PERSEUS_NCCL_LIBRARY) if it is not empty, else the one that is loaded already, the one of
   // pip beside us, or any that the loader finds. Later calls give what the first one that succeeded has found. Throws
-  // Error(kIo) where there is none or where it is too old, and says what to do.
+  // Error(kIo) where there is none, where it is too old or told to block, and says what to do.
   static const Library& get(const std::string& wanted);
 
   const Functions& call() const { return functions_; }
   int version() const { return version_; }  // 22304 = NCCL 2.23.4
   const std::string& path() const { return path_; }
+  // Must each communicator be called from a thread of its own? See CallThread.
+  bool wants_threads() const { return version_ < 22800; }
   // Throws Error(kIo) with NCCL's own words unless the code is a success, or work that goes on. `what` failed.
   void check(Result code, const char* what, Handle communicator) const;
   std::string text_of(Result code, Handle communicator) const;

@@ -70,8 +70,12 @@ def of_interfaces(interfaces: list[str]) -> dict[str, str]:
     """Return the variables that name the network interfaces; {} without any interface."""
     if not interfaces:
         return {}
-    names = ("PERSEUS_GLOO_NETWORK_INTERFACE", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
-    return dict.fromkeys(names, ",".join(interfaces))
+    names = ",".join(interfaces)
+    return {
+        "PERSEUS_GLOO_NETWORK_INTERFACE": names,
+        "HOROVOD_GLOO_IFACE": names,
+        "NCCL_SOCKET_IFNAME": f"={names}",  # without "=", NCCL also takes eth10 for eth1
+    }
 
 
 def of_process(host: str, slot: int) -> dict[str, str]:

@@ -123,6 +123,18 @@ def keep(tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
+def keep_all(result: Any) -> None:
+    """The same for the output of an operation, which `Operations.synchronize` has returned.
+
+    A new tensor belongs to the stream that was current when the operation began.
+    """
+    if isinstance(result, torch.Tensor):
+        keep(result)
+    elif isinstance(result, (tuple, list)):
+        for tensor in result:
+            keep(tensor)
+
+
 def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once.
 
@@ -140,12 +152,7 @@ def synchronize(handle: int) -> Any:
     disagree about the tensor (the job goes on), others where the world has broken.
     """
     result = session.synchronize(handle)
-    # A new tensor belongs to the stream that was current when the operation began.
-    if isinstance(result, torch.Tensor):
-        keep(result)
-    elif isinstance(result, (tuple, list)):
-        for tensor in result:
-            keep(tensor)
+    keep_all(result)
     return result
 
 

@@ -431,6 +431,60 @@ TEST(Cuda, ThreadsSubmitFromStreamsOfTheirOwn) {
   });
 }
 
+// A pipeline's stage waits for another rank on one stream, and that rank waits for what another stream has computed.
+TEST(Cuda, NoTensorWaitsForAnotherStream) {
+  static constexpr int64_t kCount = 1000;
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    static std::atomic<bool> received{false};
+    std::deque<Gpu> gpus;
+    std::deque<DeviceArray> arrays;
+    perseus_handle handles[2];
+    const DeviceArray* of[2];
+    const auto value = [](int of_rank, size_t n, int64_t i) {
+      return static_cast<float>(100 * static_cast<int>(n) + 7 * of_rank) + static_cast<float>(i % 5);
+    };
+    const auto give = [&](size_t n, const std::function<void()>& before) {
+      Gpu& gpu = gpus.emplace_back(0);
+      DeviceArray& array = arrays.emplace_back(static_cast<size_t>(kCount) * sizeof(float));
+      of[n] = &array;
+      gpu.launch([&array, &value, before, rank, n] {
+        before();
+        for (int64_t i = 0; i < kCount; ++i) reinterpret_cast<float*>(array.view())[i] = value(rank, n, i);
+      });
+      perseus_tensor tensor{array.pointer(), array.pointer(), &kCount, 1, PERSEUS_FLOAT32};
+      perseus_request request = request_of(PERSEUS_ALLREDUCE, n == 0 ? "late" : "early", &tensor, 1);
+      request.op = PERSEUS_SUM;
+      request.memory = PERSEUS_CUDA;
+      request.stream = gpu.stream();
+      ASSERT_EQ(submit(context, request, &handles[n]).code, PERSEUS_OK);
+    };
+    const auto finish = [&](size_t n) {
+      const Outcome outcome = wait(context, handles[n]);
+      ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+      ASSERT_EQ(perseus_handle_join(context, handles[n], gpus.front().stream()), PERSEUS_OK);
+      EXPECT_EQ(perseus_handle_release(context, handles[n]), PERSEUS_OK);
+    };
+    const auto nothing = [] {};
+    if (rank == 0) {
+      give(0, [] {
+        while (!received) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      });
+      give(1, nothing);
+      finish(1);
+    } else {
+      give(1, nothing);
+      finish(1);
+      received = true;
+      give(0, nothing);
+    }
+    finish(0);
+    gpus.front().synchronize();
+    for (size_t n = 0; n < 2; ++n)
+      for (int64_t i = 0; i < kCount; ++i)
+        ASSERT_EQ(reinterpret_cast<const float*>(of[n]->view())[i], value(0, n, i) + value(1, n, i)) << n;
+  });
+}
+
 // By default, a capture ends with an error if any thread calls what might disturb it, such as a question for an event.
 TEST(Cuda, AnotherStreamMayBeCapturedMeanwhile) {
   const auto operation = sum_of("beside", 2, 10'000);

@@ -80,6 +80,14 @@ def test_old_nccl_is_said_and_done_without(nccl: Path) -> None:
     assert "has called NCCL" not in result.stdout
 
 
+def test_nccl_that_is_told_to_block_is_done_without(nccl: Path) -> None:
+    variables = {"PERSEUS_NCCL_LIBRARY": str(nccl), "NCCL_COMM_BLOCKING": "1"}
+    result = run_ranks(2, nccl.with_name("libcuda.so.1"), **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "NCCL_COMM_BLOCKING=1 makes NCCL's calls block" in result.stderr
+    assert "has called NCCL" not in result.stdout
+
+
 SUBMIT = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -124,7 +132,7 @@ def test_check_build_tells_of_nccl(nccl: Path) -> None:
     command = [sys.executable, "-m", "perseus.run", "--check-build"]
     result = run(command, LD_LIBRARY_PATH=str(nccl.parent))
     assert "    [X] NCCL\n" in result.stdout
-    assert "NCCL 2.23.4: libnccl.so.2\n" in result.stdout
+    assert "NCCL 2.28.7: libnccl.so.2\n" in result.stdout
 
 
 def test_old_driver_is_one_clear_error(driver: Path) -> None:

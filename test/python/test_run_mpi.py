@@ -145,7 +145,7 @@ def test_ranks_inherit_no_identity_of_an_outer_job() -> None:
         "PERSEUS_LOG_LEVEL": "debug",
         "PERSEUS_GLOO_NETWORK_INTERFACE": "e0",
         "HOROVOD_GLOO_IFACE": "e0",
-        "NCCL_SOCKET_IFNAME": "e0",
+        "NCCL_SOCKET_IFNAME": "=e0",
     }
 
 

@@ -34,12 +34,19 @@ namespace {
 
 using namespace standin_nccl;
 
-constexpr int kVersion = 22304, kMostRanks = 64, kMostDelay = 2000;  // microseconds
+constexpr int kVersion = 22807, kMostRanks = 64, kMostDelay = 2000;  // microseconds
 constexpr size_t kHalfBytes = 128 << 10;
 constexpr char kNamePrefix[] = "/standin_nccl.";
 
+constexpr int kSharesThreads = 22800;
+
 std::atomic<int> init_code{0}, async_code{0}, calls{0};
 std::atomic<bool> held{false}, aborts_held{false};
+
+int version() {
+  static const char* const told = std::getenv("STANDIN_NCCL_VERSION");
+  return told == nullptr ? kVersion : std::atoi(told);
+}
 
 void pause() { std::this_thread::sleep_for(std::chrono::microseconds(30)); }
 
@@ -214,7 +221,21 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return failed(ncclInvalidUsage, "a call before the previous one on this communicator was done");
   }
 
+  // Before 2.28, NCCL keeps what a call has begun in variables of the calling thread. False: those of another call are
+  // still in use.
+  bool takes_thread() {
+    thread_local std::weak_ptr<Communicator> last;
+    const std::shared_ptr<Communicator> before = last.lock();
+    if (version() < kSharesThreads && before && before.get() != this && before->in_progress_) return false;
+    last = weak_from_this();
+    return true;
+  }
+  static ncclResult_t refused_thread() {
+    return failed(ncclInvalidUsage, "a call before the previous one of this thread was done");
+  }
+
   ncclResult_t begin(Work work) {
+    if (!takes_thread()) return refused_thread();
     const std::lock_guard<std::mutex> lock(mutex_);
     if (const ncclResult_t state = ensure_idle(); state != ncclSuccess) return state;
     if (standin_stream_device(work.stream) != member_.device)
@@ -485,8 +506,7 @@ bool valid(const ncclConfig_t& config) {
 extern "C" {
 
 ncclResult_t ncclGetVersion(int* version) {
-  const char* told = std::getenv("STANDIN_NCCL_VERSION");
-  *version = told == nullptr ? kVersion : std::atoi(told);
+  *version = ::version();
   return ncclSuccess;
 }
 
@@ -535,6 +555,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
   if (member.device < 0) return failed(ncclInvalidUsage, "no CUDA context is current");
   cuDeviceGetUuid_v2(member.gpu, member.device);
   const auto communicator = std::make_shared<Communicator>(member);
+  if (!communicator->takes_thread()) return Communicator::refused_thread();
   if (!member.blocking) {
     communicator->start();
     *comm = communicators().add(communicator);

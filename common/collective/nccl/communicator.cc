@@ -3,9 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -33,13 +31,6 @@ void write(const std::string& text, Letter* letter) {
 }
 
 }  // namespace
-
-// Of ncclCommAbort, on its thread.
-struct NcclCommunicator::Ending {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool over = false;
-};
 
 NcclCommunicator::NcclCommunicator(NcclSettings settings, NcclOrder* order, uint32_t number, MakeLetters make_letters)
     : settings_(std::move(settings)), order_(*order), number_(number), make_letters_(std::move(make_letters)) {}
@@ -74,9 +65,7 @@ bool NcclCommunicator::step(cuda::Device* device) {
     moved = true;
   }
   if (state() == State::kJoining) {
-    nccl::Result result = nccl::kSuccess;
-    const nccl::Result asked = library().call().state(handle_, &result);
-    if (asked != nccl::kSuccess) result = asked;
+    nccl::Result result = joined();
     // NCCL would wait for ever for one that cannot join.
     if (result == nccl::kInProgress && failed() != nullptr) result = nccl::kRemoteError;
     const bool late = settings_.join_ns > 0 && now_ns() - joining_since_ns_ > settings_.join_ns;
@@ -169,10 +158,29 @@ void NcclCommunicator::join() {
         return refuse("two ranks use the same GPU");
   state_ = State::kJoining;
   joining_since_ns_ = now_ns();
-  const cuda::Device::Current current(*device_);
-  nccl::CommunicatorConfig config;
-  const nccl::Result result = library().call().join(&handle_, members(), hellos_[0].id, me(), &config);
+  made_ = std::make_shared<nccl::Handle>(nullptr);
+  const auto call = [made = made_, device = device_, join = library().call().join, members = members(),
+                     id = hellos_[0].id, me = me()] {
+    const cuda::Device::Current current(*device);
+    nccl::CommunicatorConfig config;
+    return join(made.get(), members, id, me, &config);
+  };
+  if (library().wants_threads()) return call_apart(call);
+  const nccl::Result result = call();
+  handle_ = *made_;
   if (result != nccl::kSuccess && result != nccl::kInProgress) conclude(result);
+}
+
+nccl::Result NcclCommunicator::joined() {
+  if (handle_ == nullptr) {
+    nccl::Result called = nccl::kSuccess;
+    if (!caller_->over(&called)) return nccl::kInProgress;
+    if (called != nccl::kSuccess && called != nccl::kInProgress) return called;
+    handle_ = *made_;
+  }
+  nccl::Result result = nccl::kSuccess;
+  const nccl::Result asked = library().call().state(handle_, &result);
+  return asked == nccl::kSuccess ? result : asked;
 }
 
 void NcclCommunicator::conclude(nccl::Result result, const std::string& why) {
@@ -199,7 +207,23 @@ nccl::Result NcclCommunicator::ask() {
   return result;
 }
 
+void NcclCommunicator::call_apart(std::function<nccl::Result()> call) {
+  if (!caller_) caller_ = std::make_unique<CallThread>();
+  caller_->give(std::move(call));
+}
+
+void NcclCommunicator::call(const char* what, const Call& call) {
+  const nccl::Functions& functions = library().call();
+  if (!library().wants_threads()) return library().check(call(functions, handle_), what, handle_);
+  call_apart([call, &functions, device = device_, handle = handle_] {
+    const cuda::Device::Current current(*device);
+    return call(functions, handle);
+  });
+}
+
 void NcclCommunicator::check() {
+  nccl::Result called = nccl::kSuccess;
+  if (caller_ && !caller_->over(&called)) return;  // of another collective
   const nccl::Result result = ask();
   if (result == nccl::kRemoteError) {
     const int64_t now = now_ns();
@@ -220,6 +244,9 @@ NcclOrder::Turn NcclCommunicator::turn(uint32_t stream) {
 
 bool NcclCommunicator::enqueued() {
   if (handle_ == nullptr) fail(ErrorKind::kIo, "[nccl] the communicator has been ended");
+  nccl::Result called = nccl::kSuccess;
+  if (caller_ && !caller_->over(&called)) return false;
+  library().check(called, kCollective, handle_);
   const nccl::Result result = ask();
   library().check(result, kCollective, handle_);
   if (result == nccl::kInProgress) return false;
@@ -274,35 +301,26 @@ bool NcclCommunicator::abort() noexcept {
 void NcclCommunicator::begin_abort(bool is_idle) noexcept {
   state_ = State::kRefused;
   order_.detach(number_);
-  if (handle_ == nullptr) return;
-  // On a thread of its own: it may wait for all that the GPU does, such as another library's kernel that never ends.
+  if (!made_) return;
+  // It may wait for all that the GPU does, such as another library's kernel that never ends.
   try {
-    const auto ending = ending_ = std::make_shared<Ending>();
-    std::thread([ending, is_idle, device = device_, handle = handle_, streams = streams_,
-                 library = &library()]() mutable {
-      try {
-        const cuda::Device::Current current(*device);
-        library->call().abort(handle);
-        if (!is_idle) cuda::Driver::get().call().stream_synchronize(streams->sums);
-        streams.reset();
-      } catch (const std::exception&) {
-        // The process ends, and the driver has ended before it.
-      }
-      const std::lock_guard<std::mutex> lock(ending->mutex);
-      ending->over = true;
-      ending->changed.notify_all();
-    }).detach();
+    call_apart([is_idle, device = device_, made = made_, streams = streams_, abort = library().call().abort]() mutable {
+      const cuda::Device::Current current(*device);
+      const nccl::Result result = *made == nullptr ? nccl::kSuccess : abort(*made);
+      if (!is_idle) cuda::Driver::get().call().stream_synchronize(streams->sums);
+      streams.reset();
+      return result;
+    });
   } catch (const std::exception&) {
     stuck_ = true;  // no thread
   }
+  made_.reset();
   handle_ = nullptr;
 }
 
 // Has what begin_abort() began come to its end?
 bool NcclCommunicator::await_end(std::chrono::nanoseconds patience) noexcept {
-  if (!ending_ || stuck_) return !stuck_;
-  std::unique_lock<std::mutex> lock(ending_->mutex);
-  return ending_->changed.wait_for(lock, patience, [ending = ending_.get()] { return ending->over; });
+  return !stuck_ && (!caller_ || caller_->wait(patience));
 }
 
 bool NcclCommunicator::end_abort() noexcept {

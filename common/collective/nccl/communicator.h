@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/progress_lock.h"
+#include "collective/nccl/call_thread.h"
 #include "collective/nccl/letters.h"
 #include "collective/nccl/order.h"
 #include "cuda/device.h"
@@ -54,6 +55,9 @@ class NcclCommunicator {
     order_.ready(collective_on(stream), members(), able);
   }
   NcclOrder::Turn turn(uint32_t stream) PERSEUS_REQUIRES(progress_lock);
+  // Calls NCCL in this turn, perhaps on another thread. Throws Error(kIo) in NCCL's words, or enqueued() does.
+  using Call = std::function<nccl::Result(const nccl::Functions& nccl, nccl::Handle communicator)>;
+  void call(const char* what, const Call& call) PERSEUS_REQUIRES(progress_lock);
   // Has NCCL taken what it was given in this turn? Then the turn ends.
   bool enqueued() PERSEUS_REQUIRES(progress_lock);
   // Of what NCCL has taken and does not end: throws Error(kIo) where the communicator has failed. NCCL says the same of
@@ -61,7 +65,6 @@ class NcclCommunicator {
   // soon.
   void check() PERSEUS_REQUIRES(progress_lock);
 
-  nccl::Handle handle() const PERSEUS_REQUIRES(progress_lock) { return handle_; }
   cuda::Handle stream() const PERSEUS_REQUIRES(progress_lock) { return streams_->sums; }
   cuda::Handle to_host() const PERSEUS_REQUIRES(progress_lock) { return streams_->to_host; }
   int members() const PERSEUS_REQUIRES(progress_lock) { return letters_->members(); }
@@ -87,6 +90,10 @@ class NcclCommunicator {
   bool read() PERSEUS_REQUIRES(progress_lock);
   void on_letter(int from, const Letter& letter) PERSEUS_REQUIRES(progress_lock);
   void join() PERSEUS_REQUIRES(progress_lock);
+  // Of what join() has begun.
+  nccl::Result joined() PERSEUS_REQUIRES(progress_lock);
+  // On a thread of its own.
+  void call_apart(std::function<nccl::Result()> call) PERSEUS_REQUIRES(progress_lock);
   const Letter* failed() const PERSEUS_REQUIRES(progress_lock);
   void conclude(nccl::Result result, const std::string& why = "") PERSEUS_REQUIRES(progress_lock);
   void refuse(const std::string& why) PERSEUS_REQUIRES(progress_lock);
@@ -110,10 +117,10 @@ class NcclCommunicator {
       concluded_ PERSEUS_GUARDED_BY(progress_lock), left_ PERSEUS_GUARDED_BY(progress_lock);
   cuda::Device* device_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
   std::shared_ptr<NcclStreams> streams_ PERSEUS_GUARDED_BY(progress_lock);
-  nccl::Handle handle_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
-
-  struct Ending;
-  std::shared_ptr<Ending> ending_ PERSEUS_GUARDED_BY(progress_lock);  // null = nothing had to be ended
+  // NCCL writes it, and who ends it reads it, maybe after this has gone. Null = there is none, or it has been ended.
+  std::shared_ptr<nccl::Handle> made_ PERSEUS_GUARDED_BY(progress_lock);
+  nccl::Handle handle_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;       // the same, once NCCL has written it
+  std::unique_ptr<CallThread> caller_ PERSEUS_GUARDED_BY(progress_lock);  // null = not needed so far
   int64_t joining_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   bool stuck_ PERSEUS_GUARDED_BY(progress_lock) = false;                 // abort() was in vain
   int64_t remote_error_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // during the last collective; 0 = none

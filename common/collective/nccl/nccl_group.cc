@@ -9,7 +9,9 @@
 namespace perseus {
 namespace {
 
-constexpr size_t kAlign = 16;  // of parts, so that NCCL moves them in its widest words
+constexpr size_t kAlign = 16;  // of parts, so that NCCL moves them in its widest words, and of tensors for our kernels
+
+size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 }  // namespace
 
@@ -96,8 +98,10 @@ void NcclGroup::wait_for(cuda::Handle stream, cuda::Handle earlier) {
 bool NcclGroup::prepare() {
   const cuda::Device::Current current(device());
   const bool parted = plan().collective != Collective::kAllreduce;
-  const size_t longest = parted ? *std::max_element(plan().parts.begin(), plan().parts.end()) : plan().bytes();
-  part_bytes_ = (longest + kAlign - 1) / kAlign * kAlign;
+  part_bytes_ = 0;
+  if (parted) part_bytes_ = aligned(*std::max_element(plan().parts.begin(), plan().parts.end()));
+  else
+    for (const Piece& piece : plan().pieces) part_bytes_ += aligned(piece.bytes);
   const int parts = parted ? communicator_.members() : 1;
   try {
     memory_at_ = memory_.at_least(static_cast<size_t>(parts) * part_bytes_, &device());
@@ -130,7 +134,7 @@ bool NcclGroup::prepare() {
       }
       const size_t run = parted ? std::min(piece.bytes - done, plan().parts[member] - in_part) : piece.bytes;
       moves_.add(part(static_cast<int>(member)) + in_part, from + done, run);
-      in_part += run;
+      in_part += parted ? run : aligned(run);
       done += run;
     }
   }
@@ -141,27 +145,30 @@ bool NcclGroup::prepare() {
 
 void NcclGroup::launch() {
   const cuda::Device::Current current(device());
-  const nccl::Library& library = communicator_.library();
   const DType dtype = plan().reduction.dtype;
   const size_t count = part_bytes_ / dtype_size(dtype);
   const int type = nccl::type_of(dtype);
   Byte* const own = part(plan().collective == Collective::kAllreduce ? 0 : communicator_.me());
-  const nccl::Handle communicator = communicator_.handle();
+  const cuda::Handle stream = communicator_.stream();
+  const int op = plan().reduction.divisor == 1 ? nccl::kSum : nccl::kAverage;
   switch (plan().collective) {
     case Collective::kReduceScatter:
-      library.check(
-          library.call().reduce_scatter(memory_at_, own, count, type, nccl::kSum, communicator, communicator_.stream()),
-          "ncclReduceScatter", communicator);
+      communicator_.call("ncclReduceScatter",
+                         [all = memory_at_, own, count, type, stream](const auto& nccl, nccl::Handle communicator) {
+                           return nccl.reduce_scatter(all, own, count, type, nccl::kSum, communicator, stream);
+                         });
       break;
     case Collective::kSpread:
-      library.check(library.call().allgather(own, memory_at_, count, type, communicator, communicator_.stream()),
-                    "ncclAllGather", communicator);
+      communicator_.call("ncclAllGather",
+                         [all = memory_at_, own, count, type, stream](const auto& nccl, nccl::Handle communicator) {
+                           return nccl.allgather(own, all, count, type, communicator, stream);
+                         });
       break;
     default:
-      library.check(library.call().allreduce(memory_at_, memory_at_, count, type,
-                                             plan().reduction.divisor == 1 ? nccl::kSum : nccl::kAverage, communicator,
-                                             communicator_.stream()),
-                    "ncclAllReduce", communicator);
+      communicator_.call("ncclAllReduce",
+                         [all = memory_at_, count, type, op, stream](const auto& nccl, nccl::Handle communicator) {
+                           return nccl.allreduce(all, all, count, type, op, communicator, stream);
+                         });
   }
   phase_ = Phase::kEnqueued;
 }
@@ -194,7 +201,7 @@ void NcclGroup::take_results() {
       }
       const size_t run = parted ? std::min(piece.bytes - done, plan().parts[member] - in_part) : piece.bytes;
       moves_.add(to + done, part(static_cast<int>(member)) + in_part, run);
-      in_part += run;
+      in_part += parted ? run : aligned(run);
       done += run;
     }
   }

@@ -24,7 +24,7 @@ from perseus.errors import HorovodInternalError
 from perseus.group_context import LONGEST_TIMEOUT, group_context
 from perseus.operations import Kind
 from perseus.torch.distributed.launched import raise_if_ended
-from perseus.torch.session import describe, tensor_over
+from perseus.torch.session import describe, keep_all, tensor_over
 
 # By perseus_code; what is not here is a lost connection or worse.
 _ERRORS = {
@@ -132,7 +132,8 @@ class World:
             # What it raises would have been for those who wait; an unknown handle is done.
             with contextlib.suppress(Exception):
                 if self.operations.poll(handle):
-                    self.operations.synchronize(handle)
+                    # What is done may still be copied to its GPU.
+                    keep_all(self.operations.synchronize(handle))
                 else:
                     self._abandoned.append(handle)
 
