@@ -40,7 +40,7 @@ def sum_rows(
     values = np.concatenate([header, *(part for part in parts if len(part))])
 
     def gathered(array: Any, what: str, gradient_of: int) -> Any:
-        given = mx.nd.array(array, dtype=array.dtype)
+        given = mx.nd.array(array, ctx=mx.cpu(), dtype=array.dtype)
         (joined,) = ops.allgather(
             [given], f"{name}.{what}", priority=priority, gradient_of=gradient_of,
             process_set=process_set,
@@ -64,8 +64,10 @@ def _summed(indices: Any, values: Any, like: Any) -> Any:
 def from_rows(values: Any, rows: Any, like: Any) -> Any:
     """Return a RowSparseNDArray on the CPU with these rows, and the shape and dtype of `like`."""
     if len(rows) == 0:
-        return mx.nd.sparse.zeros("row_sparse", like.shape, dtype=like.dtype)
-    return mx.nd.sparse.row_sparse_array((values, rows), shape=like.shape, dtype=like.dtype)
+        return mx.nd.sparse.zeros("row_sparse", like.shape, ctx=mx.cpu(), dtype=like.dtype)
+    return mx.nd.sparse.row_sparse_array(
+        (values, rows), shape=like.shape, ctx=mx.cpu(), dtype=like.dtype
+    )
 
 
 def as_stored(array: Any, stype: str) -> Any:
@@ -87,7 +89,7 @@ def copy_rows(array: Any, rows: Any, out: Any) -> None:
 
     rows: the int64 indices of the rows, ascending.
     """
-    numbers = mx.nd.array(rows, dtype=rows.dtype)
+    numbers = mx.nd.array(rows, ctx=array.context, dtype=rows.dtype)
     if array.stype == "row_sparse":
         chosen = mx.nd.sparse.retain(array, numbers)
     else:

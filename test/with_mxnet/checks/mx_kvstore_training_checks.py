@@ -13,6 +13,7 @@ from mx_values import as_array, assert_equal, everyone, mine, numbers, raised
 from mxnet import autograd, gluon
 
 import perseus.mxnet as hvd
+from perseus.mxnet.sparse import sum_rows
 
 STEPS, BATCH = 4, 6
 WORDS, WIDTH = 23, 3
@@ -257,6 +258,27 @@ def check_sparse_sums_by_hand() -> None:
     for array in both:
         assert array.stype == "row_sparse"
         assert_equal(array, expected)
+
+
+def check_sparse_sums_are_on_the_cpu_whatever_the_present_device() -> None:
+    """cpu(1) takes the place of a GPU."""
+    shape, here = (WORDS, WIDTH), hvd.rank()
+    with mx.cpu(1):
+        for rows in ({here: 1}, {}):
+            given = _sparse(rows)
+            assert given.context == mx.cpu(1)
+            total = sum_rows([given], "present", 0, 0)
+            assert total.context == mx.cpu(0)
+        kv = hvd.create()
+        kv.init("g", _sparse({}))
+        kv.push("g", _sparse({here: 1}))
+        assert kv._values["g"].array.context == mx.cpu(0)
+        kv.init("dense", mine(shape))
+        for key, expected in (("g", 1), ("dense", everyone(shape)[0][here])):
+            out = _sparse({})
+            kv.row_sparse_pull(key, out, row_ids=mx.nd.array([here], dtype="int64"))
+            assert out.context == mx.cpu(1)
+            assert_equal(out.data, np.broadcast_to(expected, (1, WIDTH)))
 
 
 def check_rows_of_a_sparse_weight() -> None:
