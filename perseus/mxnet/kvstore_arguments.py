@@ -29,7 +29,7 @@ def pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
     """
     if not isinstance(key, list | tuple):
         return [(_checked(key), _arrays(key, value))]
-    _check_length(key, value)
+    _check_length(key, value, "values")
     found: dict[Key, list[Any]] = {}
     for each, given in zip(key, value, strict=True):
         found.setdefault(_checked(each), []).extend(_arrays(each, given))
@@ -47,11 +47,13 @@ def single_pairs(key: Any, value: Any) -> Iterator[tuple[Key, Any]]:
 def with_rows(key: Any, out: Any, row_ids: Any) -> Iterator[tuple[Key, Any, Any]]:
     """(key, array, its row numbers) for every array of `out`; row numbers may serve a whole list.
 
-    The rest as in pairs().
+    A list of one key, too, may have its row numbers without a list. The rest as in pairs().
     """
     if isinstance(key, list | tuple):
-        _check_length(key, out)
-        _check_length(key, row_ids)
+        if len(key) == 1 and isinstance(row_ids, mx.nd.NDArray):
+            row_ids = [row_ids]
+        _check_length(key, out, "values")
+        _check_length(key, row_ids, "row_ids")
         for each in zip(key, out, row_ids, strict=True):
             yield from with_rows(*each)
         return
@@ -118,10 +120,12 @@ def _checked(key: Any) -> Key:
     raise TypeError(f"[kvstore] a key is an int or a string, not {key!r}")
 
 
-def _check_length(keys: Sequence[Any], values: Any) -> None:
-    if not isinstance(values, list | tuple) or len(values) != len(keys):
-        given = f"{len(values)}" if isinstance(values, list | tuple) else f"a {type(values)}"
-        raise ValueError(f"[kvstore] {len(keys)} keys, but {given} for their values")
+def _check_length(keys: Sequence[Any], given: Any, what: str) -> None:
+    got = len(given) if isinstance(given, list | tuple) else type(given).__name__
+    if got != len(keys):
+        raise ValueError(
+            f"[kvstore] {len(keys)} keys: expected a list of as many {what}, got {got}"
+        )
 
 
 def _arrays(key: Any, value: Any) -> list[Any]:

@@ -340,6 +340,8 @@ def check_what_is_wrong_is_said() -> None:
         (lambda: kv.row_sparse_pull("v", x, row_ids=x), ("'v'", "call init")),
         (lambda: kv.row_sparse_pull("w", x, row_ids=x), ("'w'", "not row-sparse")),
         (lambda: kv.row_sparse_pull("w", x), ("row_ids",)),
+        (lambda: kv.row_sparse_pull(["w", "w"], [x, x], row_ids=x), ("row_ids, got NDArray",)),
+        (lambda: kv.row_sparse_pull(["w"], [x], row_ids=[x, x]), ("1 keys", "row_ids, got 2")),
         (lambda: kv.push("w", mine((3,))), ("(3,)", "(5, 7)")),
         (lambda: kv.pull("w", mine((3,))), ("(3,)", "(5, 7)")),
         (lambda: kv.push("w", mine(SHAPE, "float64")), ("float64", "float32")),
@@ -348,8 +350,8 @@ def check_what_is_wrong_is_said() -> None:
         (lambda: kv.init(7, x), ("7", "all ints or all strings")),
         (lambda: kv.init("u", [x, x]), ("'u'", "got 2")),
         (lambda: kv.init("u", x.tostype("csr")), ("'u'", "csr")),
-        (lambda: kv.push(["w", "w"], [x]), ("2 keys", "1")),
-        (lambda: kv.push(["w", "w"], x), ("2 keys",)),
+        (lambda: kv.push(["w", "w"], [x]), ("2 keys", "values, got 1")),
+        (lambda: kv.push(["w", "w"], x), ("2 keys", "values, got NDArray")),
         (lambda: kv.push("w", x.tostype("row_sparse"), op=hvd.Max), ("'w'", "summed")),
     ):
         text = raised(ValueError, call)

@@ -298,8 +298,10 @@ def check_rows_of_a_sparse_weight() -> None:
     for out in outs:
         assert out.indices.asnumpy().tolist() == [0, 8, 20]
         assert_equal(out, chosen)
-    kv.row_sparse_pull(["w"], [outs[0]], row_ids=[mx.nd.array([1])])
-    assert_equal(outs[0].data, expected[1:2])
+    for row_ids in ([mx.nd.array([1])], mx.nd.array([1], dtype="int64")):
+        outs[0] = _sparse({})
+        kv.row_sparse_pull(["w"], out=[outs[0]], row_ids=row_ids)
+        assert_equal(outs[0].data, expected[1:2])
     whole = mx.nd.zeros((WORDS, WIDTH))
     kv.pull("w", [whole, outs[1]])
     assert_equal(whole, expected)
