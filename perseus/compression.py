@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from numbers import Real
 from typing import Any
 
 # Same numbers as enum perseus_codec.
@@ -180,6 +181,10 @@ def all_applied_here(compression: type[Compressor]) -> type[Compressor]:
 
 
 @cache  # adapters recognise a gradient's codec by its class
+def _with_argument(kind: type[Compressor], argument: float) -> type[Compressor]:
+    return type(kind.__name__, (kind,), {"argument": argument})
+
+
 def top_k(ratio: float | None = None) -> type[Compressor]:
     """A compressor that sends this fraction of the elements, in (0, 1]; None = LIGHT_TOPK_RATIO.
 
@@ -187,12 +192,13 @@ def top_k(ratio: float | None = None) -> type[Compressor]:
     Training may end with a higher loss than with exact gradients, the more so the smaller the
     fraction: see docs/accuracy.md. Raises ValueError for anything else.
     """
-    if ratio is not None and not 0 < ratio <= 1:
-        raise ValueError(f"[compression] topk({ratio}): expected a fraction above 0 and at most 1")
-    return type("TopKCompressor", (TopKCompressor,), {"argument": float(ratio or 0)})
+    if ratio is not None and not (isinstance(ratio, Real) and 0 < ratio <= 1):
+        raise ValueError(
+            f"[compression] topk({ratio!r}): expected a fraction above 0 and at most 1"
+        )
+    return _with_argument(TopKCompressor, float(ratio or 0))
 
 
-@cache
 def rotate(n: int | None = None) -> type[Compressor]:
     """A compressor that sends each element every n-th step, n of 1 to 1024.
 
@@ -203,11 +209,10 @@ def rotate(n: int | None = None) -> type[Compressor]:
     PERSEUS_DOWNSAMPLE_N_ELEMENTS. Raises ValueError for anything else.
     """
     if n is not None and not (isinstance(n, int) and 1 <= n <= 1024):
-        raise ValueError(f"[compression] rotate({n}): expected a whole number from 1 to 1024")
-    return type("RotatingCompressor", (RotatingCompressor,), {"argument": float(n or 0)})
+        raise ValueError(f"[compression] rotate({n!r}): expected a whole number from 1 to 1024")
+    return _with_argument(RotatingCompressor, float(n or 0))
 
 
-@cache
 def powersgd(rank: int | None = None) -> type[Compressor]:
     """A compressor that sends matrices of this rank, 1 to 1024; None = PERSEUS_POWERSGD_RANK.
 
@@ -218,8 +223,10 @@ def powersgd(rank: int | None = None) -> type[Compressor]:
     anything else.
     """
     if rank is not None and not (isinstance(rank, int) and 1 <= rank <= 1024):
-        raise ValueError(f"[compression] powersgd({rank}): expected a whole number from 1 to 1024")
-    return type("PowerSgdCompressor", (PowerSgdCompressor,), {"argument": float(rank or 0)})
+        raise ValueError(
+            f"[compression] powersgd({rank!r}): expected a whole number from 1 to 1024"
+        )
+    return _with_argument(PowerSgdCompressor, float(rank or 0))
 
 
 class Compressions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from perseus import basics
@@ -50,15 +51,21 @@ def compressor_of(parameters: Mapping[str, Any]) -> type[Compressor]:
     averages weights instead. 2bit becomes int8, which also adds its error to the next gradient;
     rank 0 warns that the threshold has no effect. Raises ValueError for anything else.
     """
+    if not isinstance(parameters, Mapping):
+        raise ValueError(
+            f"[kvstore] gradient compression {parameters!r}: expected a dictionary, such as "
+            f"{{'type': 'int8'}}"
+        )
     arguments = dict(parameters)
     kind = arguments.pop("type", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(
             f"[kvstore] gradient compression {kind!r}: 'type' is one of {', '.join(_KINDS)}"
         )
-    try:
-        return _KINDS[kind](**arguments)
-    except TypeError:
+    make = _KINDS[kind]
+    unknown = [str(name) for name in arguments if name not in signature(make).parameters]
+    if unknown:
         raise ValueError(
-            f"[kvstore] gradient compression {kind!r} does not take {', '.join(arguments)}"
-        ) from None
+            f"[kvstore] gradient compression {kind!r} does not take {', '.join(unknown)}"
+        )
+    return make(**arguments)

@@ -132,3 +132,23 @@ def test_two_bit_compression_says_what_is_used_instead(more):
         hvd.create().set_gradient_compression({"type": "2bit", **more})
     assert ("threshold=0.25 has no effect" in str(caught[0].message)) == bool(more)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "None: expected a dictionary"),
+        ("int8", "'int8': expected a dictionary"),
+        ({"type": ["2bit"]}, r"\['2bit'\]: 'type' is one of"),
+        ({"type": "fp16", "ratio": 1}, "'fp16' does not take ratio$"),
+        ({"type": "topk", "ratio": 0.1, "n": 2, 3: 4}, "'topk' does not take n, 3$"),
+        ({"type": "topk", "ratio": "0.1"}, r"topk\('0.1'\): expected a fraction"),
+        ({"type": "topk", "ratio": [0.1]}, r"topk\(\[0.1\]\): expected a fraction"),
+        ({"type": "rotate", "n": [2]}, r"rotate\(\[2\]\): expected a whole number"),
+        ({"type": "powersgd", "rank": "4"}, r"powersgd\('4'\): expected a whole number"),
+    ],
+)
+def test_what_is_no_compression_of_gradients_is_named(given, words):
+    """The argument that is wrong, too, and none that is right."""
+    with pytest.raises(ValueError, match=rf"^\[(kvstore|compression)\] .*{words}"):
+        hvd.create().set_gradient_compression(given)

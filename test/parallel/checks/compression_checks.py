@@ -291,7 +291,7 @@ def check_a_nan_comes_out_everywhere_and_does_not_stay() -> None:
 
 
 def check_what_makes_no_sense_is_refused() -> None:
-    for bad in (0, -0.1, 1.5):
+    for bad in (0, -0.1, 1.5, "0.1", [0.1]):
         assert "fraction above 0" in raised(ValueError, lambda bad=bad: hvd.Compression.topk(bad))
     for bad in (0, 2.5, 5000):
         assert "whole number" in raised(ValueError, lambda bad=bad: hvd.Compression.rotate(bad))
