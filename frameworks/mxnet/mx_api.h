@@ -30,7 +30,8 @@ struct Api {
   int (*dtype)(NDArray array, int* dtype);
   // For an array in oneDNN's layout this waits for the engine; within one of the engine's functions it never returns.
   int (*data)(NDArray array, void** data);
-  // Converts the memory (see chunk_of) back to rows and columns, in place. Does nothing if it has that layout.
+  // Converts the memory (see chunk_of) back to rows and columns, in place. Does nothing if it has that layout, as all
+  // memory has in a build without oneDNN.
   void (*reorder)(void* chunk);
 };
 

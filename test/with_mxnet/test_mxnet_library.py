@@ -48,6 +48,30 @@ def test_mxnet_is_another_one():
         assert "pip install mxnet==1.9.1" in found
 
 
+FUNCTIONS = [
+    "MXGetLastError", "MXEnginePushAsyncND", "MXEnginePushSyncND", "MXShallowCopyNDArray",
+    "MXNDArrayFree", "MXNDArrayGetShapeEx64", "MXNDArrayGetDType", "MXNDArrayGetData",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("functions", [FUNCTIONS, FUNCTIONS[:-1]])
+def test_mxnet_was_built_without_onednn(functions, tmp_path):
+    """It lacks what restores the layouts that oneDNN changes; all other functions are required."""
+    source, library = tmp_path / "mxnet.c", tmp_path / "libmxnet.so"
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in functions))
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    found = said(
+        "import ctypes, os, perseus\n"
+        "path = os.path.join(os.path.dirname(perseus.__file__), 'libperseus_mxnet.so')\n"
+        "ours = ctypes.CDLL(path)\n"
+        "ours.perseus_mxnet_error.restype = ctypes.c_char_p\n"
+        f"mxnet = ctypes.CDLL({str(library)!r})\n"
+        "status = ours.perseus_mxnet_load(ctypes.c_void_p(mxnet._handle))\n"
+        "print(status, ours.perseus_mxnet_error().decode())\n"
+    )
+    assert found.split() == (["0"] if functions == FUNCTIONS else ["-1", FUNCTIONS[-1]])
+
+
 OPS = """
 import mxnet as mx, numpy as np, perseus.mxnet as hvd
 hvd.init()
