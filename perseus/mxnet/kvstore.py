@@ -111,9 +111,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
         param_only: the value is no parameter with gradients; its pushes are never compressed and
             never run the updater.
-        A second call for a key replaces the value and waits for pushes. Sums over steps, residuals
-        and a float32 copy do not outlast the value; the optimizer's other states do, if they fit.
-        Collective.
+        Waits for row-sparse values, and for others with MXNET_UPDATE_ON_KVSTORE=0. A second call
+        for a key replaces the value and waits for pushes. Sums over steps, residuals and a float32
+        copy do not outlast the value; the optimizer's other states do, if they fit. Collective.
         """
         for each, array in single_pairs(key, value):
             self._init(each, array, bool(param_only))
@@ -135,7 +135,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         with. Otherwise, and with param_only, the result is what the store holds then. Gradients
         travel between hosts as the settings or set_gradient_compression say.
 
-        Pushes of row-sparse arrays block.
+        Pushes of row-sparse arrays wait, and so do those of gradients with
+        PERSEUS_ACCUMULATE_N_STEPS or PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip, key by key.
         """
         if isinstance(priority, PerseusOp):  # a third argument can mean nothing else
             priority, op = 0, priority
