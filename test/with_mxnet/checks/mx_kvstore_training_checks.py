@@ -159,6 +159,33 @@ def check_a_trainers_compression() -> None:
         settings.assert_same_everywhere([weight])
 
 
+def check_parameters_are_loaded_before_a_trainers_first_step() -> None:
+    """Later, gluon would begin with a new store, which it does not do for stores named `dist…`."""
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize()
+
+    def trainer(**how: bool) -> gluon.Trainer:
+        return gluon.Trainer(
+            net.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore="dist_sync_perseus", **how
+        )
+
+    def load_and_step(trainer: gluon.Trainer, start: float) -> None:
+        net.weight.set_data(mx.nd.array([[start]]))
+        with autograd.record():
+            loss = net(mx.nd.ones((1, 1))).sum()
+        loss.backward()
+        trainer.step(hvd.size())
+        assert_equal(net.weight.data(), [[start - 1]])
+
+    load_and_step(trainer(), 3)
+    text = raised(RuntimeError, lambda: net.weight.set_data(mx.nd.array([[5]])))
+    assert text == "Cannot reset distributed KVStore."
+    load_and_step(trainer(), 7)
+    third = trainer(update_on_kvstore=False)
+    for start in (9, 4):
+        load_and_step(third, start)
+
+
 # ---- sparse gradients
 
 
