@@ -112,7 +112,7 @@ class Backend(Protocol):
         """Return a gradient, dense or sparse, divided by the number of ranks."""
 
     def everywhere(self, flag: Any, name: str, process_set: ProcessSet) -> Any:
-        """Whether a scalar boolean tensor is true on all ranks."""
+        """Whether a scalar boolean tensor is true on all ranks that have not joined."""
 
     def maximum(self, values: Any, name: str, process_set: ProcessSet) -> Any:
         """The maxima of a float32 vector over all ranks."""

@@ -175,7 +175,7 @@ class GradientReducer(LateReducer):
         return results, applies
 
     def everywhere(self, flag: Any) -> Any:
-        """Return whether a scalar boolean tensor is true on all ranks."""
+        """Return whether a scalar boolean tensor is true on all ranks that have not joined."""
         return backend.everywhere(flag, f"{self._scope.prefix()}/finite", self.plan.process_set)
 
     def _bundles(self, numbers: list[int], optimizer: Any) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ from perseus.tensorflow import functions, mpi_ops, ops, reductions
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.elastic import run
 from perseus.tensorflow.modes import tf_variable
-from perseus.tensorflow.ops import Adasum, Average, Max, Min, Sum
+from perseus.tensorflow.ops import Adasum, Average, Max, Sum
 from perseus.tensorflow.parameter_check import compared
 from perseus.tensorflow.reducer import GradientReducer
 
@@ -87,9 +87,10 @@ def _evaluated(result: Any) -> Any:
 
 def everywhere(flag: Any, name: str, process_set: ProcessSet) -> Any:
     """See Backend."""
-    number = tf.cast(flag, tf.int32)
-    outputs, _ = ops.allreduce([number], [name], op=Min, process_set=process_set)
-    return tf.cast(outputs[0], tf.bool)
+    # The maximum of the opposite, since a rank that has joined gives zeros.
+    number = tf.cast(tf.logical_not(flag), tf.int32)
+    outputs, _ = ops.allreduce([number], [name], op=Max, process_set=process_set)
+    return tf.equal(outputs[0], 0)
 
 
 def maximum(values: Any, name: str, process_set: ProcessSet) -> Any:

@@ -24,7 +24,7 @@ from perseus.torch import data_movement, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
 from perseus.torch.rotation import TorchRotation
-from perseus.torch.session import Adasum, Average, Max, Min, Sum, session
+from perseus.torch.session import Adasum, Average, Max, Sum, session
 
 __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 
@@ -159,8 +159,9 @@ def divided_by_size(gradient: torch.Tensor, process_set: ProcessSet) -> torch.Te
 
 def everywhere(flag: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
     """See Backend."""
-    number = flag.to(torch.int32).cpu()
-    return reductions.allreduce(number, name=name, op=Min, process_set=process_set).bool()
+    # The maximum of the opposite, since a rank that has joined gives zeros.
+    number = flag.logical_not().to(torch.int32).cpu()
+    return reductions.allreduce(number, name=name, op=Max, process_set=process_set) == 0
 
 
 def maximum(values: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:

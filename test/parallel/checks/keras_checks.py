@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -455,6 +456,40 @@ def check_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
     outer.apply([g * 4.0 for g in make_gradients(0)], variables)
     sgd(1.0).apply(make_gradients(0, -1), reference)
     assert_close(variables, reference)
+
+
+def _uneven(in_function: bool) -> None:
+    """The last rank joins after its only step; others skip theirs only for their own Inf."""
+    rank, size = hvd.rank(), hvd.size()
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    outer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=100)
+    variables = make_variables()
+    outer.build(variables)
+
+    def take(gradients: list) -> None:
+        outer.apply(gradients, variables)
+
+    step_with = within_function(take) if in_function else take
+    for step in range(1 if rank == size - 1 else 4):
+        before = arrays_of(variables)
+        scale = 8.0 if step < 3 else 4.0
+        assert float(outer.dynamic_scale) == scale, (step, float(outer.dynamic_scale))
+        gradients = [gradient * scale for gradient in make_gradients(step)]
+        if step == 2 and rank == 0:
+            gradients[0] = gradients[0] * float("inf")
+        step_with(gradients)
+        ranks = range(size if step == 0 else size - 1)
+        for index, (start, now) in enumerate(zip(before, arrays_of(variables), strict=True)):
+            total = np.sum([make_gradient(step, r, index) for r in ranks], axis=0)
+            expected = 0.0 if step == 2 else total / size
+            np.testing.assert_allclose(start - now, expected, rtol=1e-5, atol=1e-5)
+    assert int(inner.iterations) == (1 if rank == size - 1 else 3)
+    importlib.import_module(f"perseus.{keras.backend.backend()}.horovod").join()
+
+
+def check_loss_scaling_goes_on_after_a_rank_has_joined() -> None:
+    for in_function in IN_FUNCTIONS:
+        _uneven(in_function)
 
 
 class _Warmup(keras.optimizers.schedules.LearningRateSchedule):

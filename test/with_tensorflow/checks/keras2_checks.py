@@ -238,6 +238,24 @@ def check_mixed_precision_leaves_out_a_step_on_all_ranks() -> None:
             assert float(model.optimizer.loss_scale) == 2.0**14
 
 
+def check_loss_scaling_goes_on_after_a_rank_has_joined() -> None:
+    """The last rank has one batch, the others have three."""
+    rank, size = hvd_tf.rank(), hvd_tf.size()
+    for kind in KINDS:
+        variable = tf.Variable([0.0])
+        optimizer = keras.mixed_precision.LossScaleOptimizer(
+            hvd.DistributedOptimizer(kind.SGD(1.0)), initial_scale=8.0, dynamic_growth_steps=100
+        )
+        for step in range(1 if rank == size - 1 else 3):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * size)
+            optimizer.minimize(loss, [variable], tape=tape)
+            assert float(optimizer.loss_scale) == 8.0
+            expected = -size - step * (size - 1)
+            np.testing.assert_allclose(variable.numpy(), [expected], rtol=1e-6)
+        hvd_tf.join()
+
+
 class _Custom(keras.optimizers.RMSprop):
     """A class that Keras does not know."""
 
