@@ -8,6 +8,8 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+from perseus.compression import Compressor, compressor
+
 # enum perseus_reduce_op, with Horovod's names.
 OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _MEANT = {"mean": "Average", "avg": "Average", "add": "Sum", "prod": "Product"}
@@ -43,10 +45,10 @@ _COMPRESSIONS = ("none", "lossless", "fp16", "bf16", "int8", "int4", "int2", "au
 _COMPRESSIONS_TO_CALL = {"top_k": "topk(0.01)", "rotate": "rotate(4)", "powersgd": "powersgd(4)"}
 
 
-def checked_compression(compression: Any, where: str) -> Any:
+def checked_compression(compression: Any, where: str) -> type[Compressor]:
     """A compressor; ValueError for anything else, also its name or a function that makes one."""
-    if all(hasattr(compression, name) for name in ("compress", "decompress", "in_core")):
-        return compression
+    if all(hasattr(compression, name) for name in ("compress", "decompress")):
+        return compressor(compression)
     if isinstance(compression, str):
         remedy = f"write compression=hvd.Compression.{compression.lower()}"
         if compression.lower() not in _COMPRESSIONS:

@@ -15,7 +15,9 @@ ROTATE, AUTO, INSIDE, POWERSGD, LOSSLESS, INT4, INT2 = range(6, 13)
 class Compressor:
     """Makes a tensor smaller before a collective and restores it afterwards.
 
-    Subclass it with two static methods; classes, not instances, are passed as `compression=`.
+    Subclass it, or a compressor below, with two static methods; classes, not instances, are passed
+    as `compression=`. A class with methods of its own has the attributes below as they are here,
+    unless it states them: the core does not encode what it compresses.
 
     in_core: between hosts, the core itself encodes sums and averages of floating-point tensors with
         `codec` (perseus_codec) and `argument`; compress is for everything else. float16 and
@@ -28,6 +30,18 @@ class Compressor:
     stateful = False
     codec = EXACT
     argument = 0.0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for kind in cls.__mro__:
+            stated = vars(kind)
+            if "in_core" in stated:
+                return
+            if "compress" in stated or "decompress" in stated:
+                break
+        for name in ("in_core", "stateful", "codec", "argument"):
+            if name not in vars(cls):
+                setattr(cls, name, getattr(Compressor, name))
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -169,13 +183,29 @@ class AutoCompressor(NoneCompressor):
     codec = AUTO
 
 
+def compressor(compression: Any) -> type[Compressor]:
+    """A Compressor with the methods of a compression, which needs no base class, as in Horovod."""
+    return compression if hasattr(compression, "in_core") else _derived(compression)
+
+
+@cache  # adapters recognise a plan by its compression
+def _derived(compression: Any) -> type[Compressor]:
+    methods = {
+        name: staticmethod(getattr(compression, name)) for name in ("compress", "decompress")
+    }
+    name = getattr(compression, "__name__", type(compression).__name__)
+    return type(name, (Compressor,), methods)
+
+
 def applied_here(compression: type[Compressor]) -> type[Compressor]:
     """The part of a compression that the adapter applies, when the core may encode the tensors."""
+    compression = compressor(compression)
     return NoneCompressor if compression.in_core else compression
 
 
 def all_applied_here(compression: type[Compressor]) -> type[Compressor]:
     """The same for what the core does not encode, as Adasum: adapters apply all of it."""
+    compression = compressor(compression)
     own = {"in_core": False, "codec": EXACT, "argument": 0.0}
     return type(compression.__name__, (compression,), own)
 

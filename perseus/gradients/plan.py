@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perseus.arguments import OPS
-from perseus.compression import Compressor, SettingsCompressor
+from perseus.compression import Compressor, SettingsCompressor, compressor
 from perseus.process_sets import ProcessSet, global_process_set
 
 
@@ -28,6 +28,9 @@ class Plan:
     sparse_as_dense: bool = False
     device_dense: str = ""
     device_sparse: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compression", compressor(self.compression))
 
     @property
     def prescale(self) -> float:

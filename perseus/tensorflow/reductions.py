@@ -130,11 +130,8 @@ def grouped_allreduce(
 
 
 def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]:
-    if (
-        checked_compression(compression, "tensorflow").stateful
-        and name is None
-        and tf.executing_eagerly()
-    ):
+    compression = checked_compression(compression, "tensorflow")
+    if compression.stateful and name is None and tf.executing_eagerly():
         raise ValueError(
             f"[tensorflow] {compression.__name__} keeps what it holds back under the tensor's "
             "name: pass name=, the same one every time"

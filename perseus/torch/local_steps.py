@@ -189,7 +189,7 @@ def _check_delay(where: str, delay: Any, every: int) -> None:
 
 
 def _check_codec(compression: Any) -> None:
-    checked_compression(compression, "DiLoCo")
+    compression = checked_compression(compression, "DiLoCo")
     if not compression.in_core or compression.codec not in _CODECS:
         raise ValueError(
             f"[DiLoCo] compression={compression.__name__}: expected Compression.int8, int4, "

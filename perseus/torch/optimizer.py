@@ -396,7 +396,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     active = included and (not alone() or basics.settings_act_on_gradients())
     trainable = [p for p in parameters if p.requires_grad]
     rotation = None
-    if included and not alone() and trainable and (parts := parts_of(compression)) > 1:
+    if included and not alone() and trainable and (parts := parts_of(plan.compression)) > 1:
         plan = replace(plan, compression=InsideCompressor)
         rotation = TorchRotation(trainable, names[trainable[0]], process_set, parts)
     wrapped = type(optimizer)

@@ -132,7 +132,8 @@ def _start(
 
 
 def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]:
-    if checked_compression(compression, "torch").stateful and name is None:
+    compression = checked_compression(compression, "torch")
+    if compression.stateful and name is None:
         raise ValueError(
             f"[torch] {compression.__name__} keeps what it holds back under the tensor's name: "
             "pass name=, the same one every time"

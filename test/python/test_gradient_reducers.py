@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from perseus import basics
-from perseus.compression import EXACT, TOP_K, NoneCompressor, all_applied_here, top_k
+from perseus.arguments import checked_compression
+from perseus.compression import (
+    EXACT,
+    TOP_K,
+    NoneCompressor,
+    TopKCompressor,
+    all_applied_here,
+    applied_here,
+    top_k,
+)
 from perseus.failures import Failures
 from perseus.gradients.adasum import AdasumOfSteps
 from perseus.gradients.aggregation import LocalAggregation, Passes, forget_passes
@@ -47,8 +56,6 @@ class _Session:
 
 class _Halving(NoneCompressor):
     """Of lists: the half travels, and what was left out is the context."""
-
-    in_core = False
 
     @staticmethod
     def compress(tensor):
@@ -142,6 +149,79 @@ def test_a_compression_of_ones_own_is_undone_in_the_results():
     assert reducer.finish([reduction], Failures())
     assert reduction.gradients == [[2.0, 6.0], [8.0]]
     assert reduction.sent == reduction.contexts == []
+
+
+class _Doubling:
+    """Of lists, without a base class."""
+
+    @staticmethod
+    def compress(tensor):
+        return [value * 2 for value in tensor], None
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return [value / 2 for value in tensor]
+
+
+class _OfAnother(_Halving):
+    """With the methods of the class that it derives from."""
+
+
+class _FromBoth(_Doubling, TopKCompressor):
+    """With the methods of a class without a base."""
+
+
+class _Lossy(top_k(0.25)):
+    """With one method of its own, and another beside it."""
+
+    @staticmethod
+    def compress(tensor):
+        return _Doubling.compress(tensor)
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return _Doubling.decompress(tensor, ctx)
+
+
+@pytest.mark.parametrize(
+    "compression", [_Halving, _OfAnother, _Doubling, _Doubling(), _FromBoth, _Lossy]
+)
+def test_the_core_does_not_encode_what_a_script_compresses(compression):
+    assert checked_compression(compression, "here") is checked_compression(compression, "there")
+    plan = Plan(compression=compression)
+    assert plan == Plan(compression=compression)
+    found = plan.compression
+    assert not found.in_core and not found.stateful
+    assert (found.codec, found.argument) == (EXACT, 0.0)
+    session = _Session()
+    reducer = HandleReducer(plan, session)
+    (reduction,) = _reductions(1)
+    reducer.begin(reduction, [[2.0]])
+    _, sent, terms = session.submitted[0]
+    assert sent in ([1.0], [4.0]) and terms["codec"] == EXACT
+    assert reducer.finish([reduction], Failures())
+    assert reduction.gradients == [[2.0]]
+    assert applied_here(compression).compress([2.0])[0] == sent
+    assert all_applied_here(compression).compress([2.0])[0] == sent
+
+
+def test_a_compressor_may_state_that_the_core_encodes():
+    class Stated(_Halving):
+        in_core = True
+        codec = TOP_K
+
+        @staticmethod
+        def compress(tensor):
+            return tensor, None
+
+    class Named(TopKCompressor):
+        """Has no methods of its own."""
+
+        argument = 0.5
+
+    for compression in (Stated, Named):
+        assert compression.in_core and compression.codec == TOP_K
+        assert applied_here(compression) is NoneCompressor
 
 
 def test_what_the_core_would_encode_is_exact_where_adapters_apply_all():

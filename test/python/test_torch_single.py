@@ -230,6 +230,26 @@ def test_a_users_compressor_is_used():
     assert hvd.allreduce(x, compression=Negated).tolist() == [3.0, -6.0]
 
 
+@pytest.mark.parametrize("base", [hvd.Compression.none, hvd.Compression.fp16, object])
+def test_a_compressor_from_any_class_is_used(base):
+    class Negated(base):
+        @staticmethod
+        def compress(tensor):
+            return -tensor, "minus"
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            assert ctx == "minus"
+            return -tensor * 3
+
+    x = torch.tensor([1.0, -2.0])
+    assert hvd.allreduce(x, compression=Negated).tolist() == [3.0, -6.0]
+    (result,) = hvd.grouped_allreduce([x], compression=Negated)
+    assert result.tolist() == [3.0, -6.0]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(x)], lr=1.0)
+    assert hvd.DistributedOptimizer(optimizer, compression=Negated, op=hvd.Adasum)
+
+
 def test_fp16_compressor():
     compressed, context = hvd.Compression.fp16.compress(torch.tensor([1.5], dtype=torch.float64))
     assert compressed.dtype == torch.float16

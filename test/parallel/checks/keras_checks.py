@@ -52,16 +52,18 @@ def check_the_options_of_the_reduction() -> None:
     assert_like_plain(hvd.DistributedOptimizer(make(0.1), gradient_predivide_factor=2.0), make(0.1))
     assert_like_plain(hvd.DistributedOptimizer(make(0.1), num_groups=3), make(0.1))
 
-    class Doubled(Compressor):
-        """Seen by the core twice as large; comes back one larger."""
+    for base in (Compressor, hvd.Compression.none, hvd.Compression.fp16, object):
 
-        compress = staticmethod(lambda tensor: (tensor * 2, "context"))
-        decompress = staticmethod(lambda tensor, ctx: tensor / 2 + (ctx == "context"))
+        class Doubled(base):
+            """Seen by the core twice as large; comes back one larger."""
 
-    variables, reference = make_variables(), make_variables()
-    hvd.DistributedOptimizer(make(0.1), compression=Doubled).apply(make_gradients(0), variables)
-    make(0.1).apply([g + 1.0 for g in make_gradients(0, -1)], reference)
-    assert_close(variables, reference)
+            compress = staticmethod(lambda tensor: (tensor * 2, "context"))
+            decompress = staticmethod(lambda tensor, ctx: tensor / 2 + (ctx == "context"))
+
+        variables, reference = make_variables(), make_variables()
+        hvd.DistributedOptimizer(make(0.1), compression=Doubled).apply(make_gradients(0), variables)
+        make(0.1).apply([g + 1.0 for g in make_gradients(0, -1)], reference)
+        assert_close(variables, reference)
     for compression in (hvd.Compression.fp16, hvd.Compression.int8, hvd.Compression.auto):
         assert_like_plain(hvd.DistributedOptimizer(make(0.1), compression=compression), make(0.1))
 

@@ -44,6 +44,12 @@ class _Halved(hvd.compression.Compressor):
         return tensor * 2
 
 
+class _HalvedToo(hvd.Compression.none):
+    """The same, derived as scripts for Horovod do."""
+
+    compress, decompress = _Halved.compress, staticmethod(lambda tensor, ctx: tensor * 2)
+
+
 def check_a_trainer_equals_one_rank_on_the_global_batch() -> None:
     for hybrid, options in (
         (False, {}),
@@ -54,6 +60,7 @@ def check_a_trainer_equals_one_rank_on_the_global_batch() -> None:
         (False, {"compression": hvd.Compression.none}),
         (False, {"compression": hvd.Compression.int8}),  # one host: codecs do not act there
         (False, {"compression": _Halved}),
+        (False, {"compression": _HalvedToo}),
     ):
         net = model()
         net.hybridize(active=hybrid, static_alloc=hybrid)

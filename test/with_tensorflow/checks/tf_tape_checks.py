@@ -196,11 +196,40 @@ class _Halved(hvd.compression.Compressor):
         return tensor * 2
 
 
+class _HalvedToo(hvd.Compression.none):
+    """The same, derived as scripts for Horovod do."""
+
+    compress = staticmethod(lambda tensor: (tensor / 2, calls.append("compress")))
+    decompress = staticmethod(lambda tensor, ctx: tensor * 2)
+
+
+class _HalvedAlone:
+    """The same without a base class."""
+
+    compress, decompress = _HalvedToo.compress, _HalvedToo.decompress
+
+
+calls: list[str] = []
+
+
+def check_compressors_of_scripts_are_called() -> None:
+    for compression in (_HalvedToo, _HalvedAlone):
+        calls.clear()
+        variable = tf.Variable([1.0, 2.0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * variable)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        np.testing.assert_allclose(tape.gradient(loss, variable), [2.0, 4.0], rtol=1e-6)
+        mean = hvd.allreduce(tf.constant([3.0]), compression=compression)
+        np.testing.assert_allclose(mean, [3.0], rtol=1e-6)
+        assert len(calls) == 2, calls
+
+
 def check_compression() -> None:
     codecs = hvd.Compression
     for compression in (
         codecs.none, codecs.fp16, codecs.bf16, codecs.int8, codecs.topk(0.5), codecs.rotate(2),
-        codecs.auto, _Halved,
+        codecs.auto, _Halved, _HalvedToo, _HalvedAlone,
     ):  # fmt: skip
         for _ in range(2):
             variable = tf.Variable([1.0, 2.0])
