@@ -19,6 +19,7 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.keras.backend import KERAS_2, backend, keras
 from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import readable
+from perseus.keras.training_thread import InTrainingThread
 from perseus.keras.wrapping import is_distributed
 
 __all__ = [
@@ -37,7 +38,7 @@ _UNWRAPPED = (
 )
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(InTrainingThread):
     """Gives every rank the root's weights and optimizer state, once, after the first batch.
 
     By then the optimizer has all of its variables, so all first steps but the root's are discarded.
@@ -80,6 +81,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast, the first time."""
+        super().on_batch_end(batch, logs)
         if self.broadcast_done:
             self._look_for_reductions()
             return

@@ -11,6 +11,7 @@ from perseus import basics
 from perseus.elastic.variables_state import ModelState
 from perseus.keras.backend import backend as keras_backend
 from perseus.keras.backend import keras
+from perseus.keras.training_thread import InTrainingThread
 
 __all__ = [
     "CommitStateCallback",
@@ -55,7 +56,7 @@ class KerasState(TensorFlowKerasState):
         super().__init__(model, optimizer, keras_backend, **kwargs)
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(InTrainingThread):
     """Commits a state every batches_per_commit batches, and at the end of epochs.
 
     A commit copies the model; a failure loses the training after the last commit.
@@ -70,10 +71,12 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Count from the start, as all ranks do."""
+        super().on_train_begin(logs)
         self.batches_remaining = self.batches_per_commit
 
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Commit if it is time to."""
+        super().on_batch_end(batch, logs)
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
             self.commit()
@@ -88,7 +91,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(InTrainingThread):
     """Keeps state.batch, the batch that was finished last; 0 at the end of an epoch.
 
     Comes before CommitStateCallback in fit's list. If training continues in the middle of an epoch,
@@ -103,6 +106,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Determine the steps per epoch again."""
+        super().on_train_begin(logs)
         self.steps_per_epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -114,6 +118,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep the batch."""
+        super().on_batch_end(batch, logs)
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -78,8 +78,31 @@ def check_metrics_are_means_over_ranks() -> None:
     together, _ = _fit(callbacks.MetricAverageCallback(), epochs=1)
     expected = hvd.allreduce(np.float64(alone.logs[0]["loss"]), name="loss")
     np.testing.assert_allclose(together.logs[0]["loss"], float(expected), rtol=1e-6)
-    mine = {"a": 1.0, "b": 2.0} if rank == 0 else {"a": 1.0}
-    message_of(Exception, callbacks.MetricAverageCallback().on_epoch_end, 0, mine)
+
+
+def check_a_lone_callback_is_refused_where_it_would_run_beside_the_next_batch() -> None:
+    class State:
+        batch = epoch = 0
+
+        def commit(self) -> None:
+            pass
+
+    for make in (
+        lambda: callbacks.BroadcastGlobalVariablesCallback(0),
+        lambda: hvd.elastic.CommitStateCallback(State()),
+        lambda: hvd.elastic.UpdateBatchStateCallback(State()),
+    ):
+        model = make_model()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+
+        def fit(given, model=model) -> None:
+            model.fit(*make_data(hvd.rank()), batch_size=8, verbose=0, callbacks=given)
+
+        if keras.backend.backend() == "torch":
+            assert "callbacks=[...]" in message_of(ValueError, fit, make())
+        else:
+            fit(make())
+        fit([make()])
 
 
 def check_metrics_with_several_values_are_means_over_ranks() -> None:
