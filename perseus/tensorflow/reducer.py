@@ -312,8 +312,9 @@ def _name(index: int, source: Any) -> str:
 
 
 def _reference(source: Any) -> Any:
+    """Return the identity of a variable, or of another source as long as it lives."""
     variable = tf_variable(source)
-    return variable.ref() if isinstance(variable, tf.Variable) else None
+    return variable.ref() if isinstance(variable, tf.Variable) else id(source)
 
 
 def local_sources(process_set: ProcessSet, scale: bool) -> LocalSources:

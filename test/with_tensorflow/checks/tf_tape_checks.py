@@ -168,6 +168,20 @@ def check_local_variables() -> None:
         np.testing.assert_allclose(second[0][1], [_mean_rank() + 1], rtol=1e-6)
 
 
+def check_a_local_tensor_leaves_the_others_shared() -> None:
+    first, second = tf.constant([1.0]), tf.constant([1.0])
+    with tf.GradientTape() as tape:
+        tape.watch([first, second])
+        loss = tf.reduce_sum(first + second) * (hvd.rank() + 1.0)
+    tape = hvd.DistributedGradientTape(tape, scale_local_gradients=False)
+    tape.register_local_source(first)
+    local, shared = tape.get_local_and_global_gradients(loss, [first, second])
+    assert [source is first for source, _ in local] == [True]
+    assert [source is second for source, _ in shared] == [True]
+    np.testing.assert_allclose(local[0][1], [hvd.rank() + 1], rtol=1e-6)
+    np.testing.assert_allclose(shared[0][1], [_mean_rank() + 1], rtol=1e-6)
+
+
 def check_local_layers() -> None:
     layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
     layer.build((None, 2))
