@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from numbers import Real
 from operator import index
 from typing import Any
@@ -101,6 +101,26 @@ def check_sparse(name: str, where: str) -> None:
             f"[{where}] the gradient of {name} is sparse; PERSEUS_ACCUMULATE_N_STEPS sums dense "
             "ones: pass sparse_as_dense=True"
         )
+
+
+def checked_local_layers(layers: Any, where: str) -> list[Any]:
+    """Return `local_layers=` as a list: a Keras layer, an iterable of them, or None.
+
+    Raises ValueError for anything else, and for layers without weights because they are not built.
+    """
+    if layers is None:
+        return []
+    listed = list(layers) if isinstance(layers, Iterable) else [layers]
+    for layer in listed:
+        if isinstance(layer, type) or not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"[{where}] local_layers: expected Keras layers, got {layer!r}")
+        if not getattr(layer, "built", True):
+            raise ValueError(
+                f"[{where}] local_layers: {layer.name} is not built and has no weights yet, so all "
+                "of them would be shared: build the model first, by an Input layer, "
+                "model.build(input_shape) or a call"
+            )
+    return listed
 
 
 def check_local_sources(where: str) -> None:

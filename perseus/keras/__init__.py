@@ -7,7 +7,6 @@ tf_keras if TF_USE_LEGACY_KERAS=1 is set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from perseus.basics import (
@@ -35,6 +34,7 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
+from perseus.gradients.arguments import checked_local_layers
 from perseus.gradients.rotation import synchronize_parameters
 from perseus.keras import callbacks, elastic
 from perseus.keras.backend import backend
@@ -173,16 +173,15 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name is Horovod's
 ) -> Any:
     """DistributedOptimizer that leaves gradients of some layers on their rank.
 
-    local_layers: a layer or several, built. The rest: see DistributedOptimizer.
+    local_layers: a layer or several, built, or ValueError. The rest: see DistributedOptimizer.
     """
     made = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
         gradient_predivide_factor, op, 0, groups, backward_passes_per_step,
         average_aggregated_gradients, process_set, scale_local_gradients,
     )  # fmt: skip
-    layers: Iterable[Any] = local_layers if isinstance(local_layers, Iterable) else [local_layers]
     inner = getattr(made, "inner_optimizer", made)
-    for layer in layers:
-        for variable in layer.trainable_weights if layer is not None else ():
+    for layer in checked_local_layers(local_layers, "keras"):
+        for variable in layer.trainable_weights:
             inner.register_local_var(variable)
     return made

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import tensorflow as tf
 
 from perseus.compression import Compressor
-from perseus.gradients.arguments import checked_groups, checked_reduction, wrapped_twice
+from perseus.gradients.arguments import (
+    checked_groups,
+    checked_local_layers,
+    checked_reduction,
+    wrapped_twice,
+)
 from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
@@ -240,19 +245,14 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name is Horovod's
     """DistributedGradientTape that leaves the gradients of some layers on their rank.
 
     local_layers: a Keras layer or an iterable of them, built; their trainable weights are local.
+        ValueError for anything else.
     """
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
         gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
         residuals,
     )  # fmt: skip
-    if local_layers is None:
-        local_layers = []
-    elif not isinstance(local_layers, Iterable):
-        local_layers = [local_layers]
-    for layer in local_layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise ValueError(f"[tensorflow] local_layers: expected Keras layers, got {layer!r}")
+    for layer in checked_local_layers(local_layers, "tensorflow"):
         for variable in layer.trainable_weights:
             tape.register_local_source(variable)
     return tape

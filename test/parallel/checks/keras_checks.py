@@ -102,6 +102,16 @@ def check_some_gradients_stay_on_their_rank() -> None:
         np.testing.assert_allclose(start - now, (1.0 + rank) / size, rtol=1e-5, atol=1e-6)
 
 
+def check_local_layers_are_layers_with_weights() -> None:
+    make, sgd = hvd.PartialDistributedOptimizer, keras.optimizers.SGD(1.0)
+    for layer in (1, "dense", keras.layers.Dense):
+        assert "expected Keras layers, got" in message_of(ValueError, make, sgd, local_layers=layer)
+    layer = keras.layers.Dense(2, name="mine")
+    text = message_of(ValueError, make, sgd, local_layers=[layer])
+    assert text.startswith("[keras] local_layers: mine is not built"), text
+    make(sgd, local_layers=None)
+
+
 def check_a_norm_over_local_variables_is_refused() -> None:
     def apply(step: int = 0, register: bool = True, **options) -> None:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))

@@ -195,6 +195,13 @@ def check_local_layers() -> None:
     assert "local_layers" in raised(
         ValueError, lambda: hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[1])
     )
+    without_weights = tf.keras.layers.Dense(1)
+    assert "build the model first" in raised(
+        ValueError,
+        lambda: hvd.PartialDistributedGradientTape(
+            tf.GradientTape(), local_layers=[layer, without_weights]
+        ),
+    )
 
 
 class _Halved(hvd.compression.Compressor):
