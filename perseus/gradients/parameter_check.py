@@ -25,7 +25,7 @@ _REMEDY = (
     "hvd.callbacks.BroadcastGlobalVariablesCallback, hvd.load_model), and have an "
     "hvd.DistributedOptimizer or hvd.DistributedGradientTape average all gradients."
 )
-_JOINED = "is not supported with Join"  # what the core says of allgathers
+JOINED = "is not supported with Join"  # what the core says of allgathers
 _SUMMARY = struct.Struct("<QQ")  # the number of parameters and the hash of their hashes
 
 
@@ -75,7 +75,7 @@ class ParameterCheck:
         try:
             summaries = control.gather_equal(summary, self._name, group)
         except MismatchError as error:
-            if _JOINED in str(error):
+            if JOINED in str(error):
                 return
             raise
         if len(set(summaries)) == 1:
@@ -106,7 +106,7 @@ def _difference(gathered: list[list[tuple[str, int]]], ranks: list[int]) -> str:
     """Describe the difference between lists of (name, hash), one for each rank in `ranks`."""
     counts = [len(parameters) for parameters in gathered]
     if len(set(counts)) > 1:
-        return f"the number of parameters differs: {_by_rank(counts, ranks, '{} on {}')}"
+        return f"the number of parameters differs: {by_rank(counts, ranks, '{} on {}')}"
     differing = [
         place
         for place in range(counts[0])
@@ -116,12 +116,12 @@ def _difference(gathered: list[list[tuple[str, int]]], ranks: list[int]) -> str:
     values = [f"{parameters[first][1]:016x}" for parameters in gathered]
     return (
         f"the parameter {gathered[0][first][0]} is not the same on all ranks "
-        f"({_by_rank(values, ranks, 'hash {} on {}')}); of {counts[0]} parameters "
+        f"({by_rank(values, ranks, 'hash {} on {}')}); of {counts[0]} parameters "
         f"{len(differing)} differ{'s' if len(differing) == 1 else ''}, this is the first"
     )
 
 
-def _by_rank(values: list[Any], ranks: list[int], form: str) -> str:
+def by_rank(values: list[Any], ranks: list[int], form: str) -> str:
     """List each value with its ranks. form: a template for the value and the list of ranks."""
     holders: dict[Any, list[int]] = defaultdict(list)
     for value, rank in zip(values, ranks, strict=True):

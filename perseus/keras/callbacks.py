@@ -17,6 +17,7 @@ from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.metrics import means
 from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import readable
 from perseus.keras.training_thread import InTrainingThread
@@ -111,8 +112,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces an epoch's metrics by their mean over all ranks, for the callbacks that follow.
 
     Put it before ReduceLROnPlateau, TensorBoard and others that read metrics. A metric with several
-    values is averaged element by element and becomes a float64 array. All ranks must have the same
-    metrics; MismatchError on every rank where the number of values differs.
+    values is averaged element by element and becomes a float64 array. MismatchError on every rank
+    unless all have metrics of the same names and shapes, which they compare by a small exchange.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -122,21 +123,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average the values in logs."""
-        if not logs:
-            return
-        names = sorted(logs)
-        values = [_metric(logs[name]) for name in names]
-        joined = np.concatenate([value.reshape(-1) for value in values])
-        mean = backend.average(joined, "MetricAverageCallback")
-        ends = np.cumsum([value.size for value in values])
-        for name, value, part in zip(names, values, np.split(mean, ends[:-1]), strict=True):
-            logs[name] = part.reshape(value.shape) if value.ndim else float(part[0])
-
-
-def _metric(value: Any) -> np.ndarray[Any, Any]:
-    if not KERAS_2 and keras.ops.is_tensor(value):
-        value = keras.ops.convert_to_numpy(value)
-    return np.asarray(value, dtype=np.float64)
+        if logs:
+            logs.update(means(logs))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
