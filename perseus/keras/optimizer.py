@@ -60,6 +60,10 @@ class DistributedMixin(Reducing):
             self._apply_local(grads, trainable_variables)
             return
         variables = list(trainable_variables or optimizer._trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"[keras] apply() got {len(grads)} gradients for {len(variables)} variables"
+            )
         optimizer._check_variables_are_known(variables)
         if self._reducer.active():
             self._check_clipping(variables)

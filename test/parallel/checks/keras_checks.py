@@ -112,6 +112,12 @@ def check_local_layers_are_layers_with_weights() -> None:
     make(sgd, local_layers=None)
 
 
+def check_every_variable_has_a_gradient() -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    text = message_of(ValueError, optimizer.apply, make_gradients(0)[:3], make_variables())
+    assert text == "[keras] apply() got 3 gradients for 4 variables", text
+
+
 def check_a_norm_over_local_variables_is_refused() -> None:
     def apply(step: int = 0, register: bool = True, **options) -> None:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))
