@@ -69,6 +69,22 @@ def test_new_processes_without_a_slot_are_let_go_before_the_next_world(
     assert [line.split()[:2] for line in sent] == [[b"TELL", b"2"], [b"END", b"3"]]
 
 
+def test_ranks_that_train_keep_their_slots_when_others_load_on_a_host_that_was_seen_first(
+    launcher: driver.ElasticLauncher,
+) -> None:
+    """Host y was gone for a while, host x came, and at last both are there."""
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 1, 1, 3)
+    for hosts in ([Host("y", 2)], [Host("x", 2), Host("y", 2)]):
+        launcher._slots.discover(hosts)
+    launcher._processes = {
+        0: Process(0, ("y", 0), HOST),
+        1: Process(1, ("y", 1), HOST, request=NEW),
+        2: Process(2, ("x", 0), HOST, 1, 0),
+        3: Process(3, ("x", 1), HOST, 1, 1),
+    }
+    assert launcher._wanted(time.monotonic()) == [("x", 0), ("x", 1), ("y", 0)]
+
+
 @pytest.mark.parametrize("hello", [None, "hello"])
 def test_hosts_without_a_job_end_silently_after_the_first_success(
     launcher: driver.ElasticLauncher, hello: str | None

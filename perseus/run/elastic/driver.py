@@ -194,13 +194,13 @@ class ElasticLauncher(Launcher):
     # ---- processes -------------------------------------------------------------------------------
 
     def _wanted(self, now: float) -> list[Place]:
-        """Return the places that are to have ranks: present ones before others."""
+        """Return the places that are to have ranks: members' first, then other present ones'."""
+        # A slot that is barred because a rank failed there never holds a living one.
         usable = self._slots.usable(now)
         present = {process.place for process in self._processes.values() if not process.dismissed}
-        # A slot that is barred because a rank failed there never holds a living one.
-        ordered = [place for place in usable if place in present]
-        ordered += [place for place in usable if place not in present]
-        return ordered[: self._elasticity.most]
+        trained = {process.place for process in self._members() if not process.dismissed}
+        usable.sort(key=lambda place: (place not in trained, place not in present))
+        return usable[: self._elasticity.most]
 
     def _start_processes(self, now: float) -> None:
         wanted = self._wanted(now)
