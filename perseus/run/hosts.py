@@ -78,13 +78,18 @@ def parse_hostfile(path: str) -> list[Host]:
 def parse_discovered(text: str, slots: int | None, script: str) -> list[Host]:
     """Parse what a script that discovers hosts prints: lines 'host' or 'host:2', none or more.
 
-    slots: of a host without a number. Raises ValueError, which names the script and the line.
+    As with Horovod, a line that is printed again says nothing new; the slots of different lines
+    with one host add up. slots: of a host without a number.
+
+    Raises ValueError, which names the script and the line.
     """
     hosts = []
+    seen: set[str] = set()
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.strip()
-        if not content:
+        if not content or content in seen:
             continue
+        seen.add(content)
         where = f"--host-discovery-script {script}, line {number}"
         if content.endswith(":0"):  # a host that must not be used now
             continue

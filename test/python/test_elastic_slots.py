@@ -293,6 +293,11 @@ def test_slots_of_a_host_printed_twice_add_up() -> None:
     assert parse_discovered("a:2\nb\na\n", 3, "find") == [Host("a", 5), Host("b", 3)]
 
 
+def test_a_line_that_is_printed_again_adds_no_slots() -> None:
+    text = "a:2\nb:1\n a:2\na:1\nb:1\n"
+    assert parse_discovered(text, None, "find") == [Host("a", 3), Host("b", 1)]
+
+
 @pytest.mark.parametrize("line", ["a:", "a:x", ":2", "a b", "a slots=2", "-oProxyCommand=x:2", "#"])
 def test_bad_printed_line_is_named_with_script_and_number(line: str) -> None:
     with pytest.raises(ValueError, match=r"--host-discovery-script \./find, line 3: '") as caught:
