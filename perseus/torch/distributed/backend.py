@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -130,15 +131,24 @@ class _Life(Collectives):
         """Return once every rank is here; rank 0 raises RuntimeError that names those who are not.
 
         opts: its timeout is the limit; the group's without one. All missing ranks are named,
-        whatever wait_all_ranks says. The other ranks raise the same error.
+        whatever wait_all_ranks says. The other ranks raise the same error, or name rank 0 if it has
+        not told them the end a while after the limit.
         """
         limit = getattr(opts, "timeout", None) or timedelta(seconds=self.world.seconds)
+        seconds = limit.total_seconds()
         self._barriers += 1
-        prefix = f"perseus/{self._token()}/barrier {self._barriers}/"
-        deadline = time.monotonic() + limit.total_seconds()
+        group = f"perseus/{self._token()}/barrier "
+        prefix = f"{group}{self._barriers}/"
+        deadline = time.monotonic() + seconds
         if self.world.rank != 0:
             self._store.set(f"{prefix}{self.world.rank}", "")
-            self._store.wait([f"{prefix}end"], limit + _ANSWER_TIME)
+            try:
+                self._store.wait([f"{prefix}end"], limit + _ANSWER_TIME)
+            except RuntimeError as error:
+                if time.monotonic() < deadline:  # the store is lost
+                    raise
+                problem = f"[torch] monitored_barrier: rank 0 did not come within {seconds:g} s"
+                raise RuntimeError(problem) from error
             if problem := self._store.get(f"{prefix}end").decode():
                 raise RuntimeError(problem)
             return
@@ -147,11 +157,14 @@ class _Life(Collectives):
             time.sleep(_LOOK_AGAIN_SECONDS)
         missing = [str(i + 1) for i, key in enumerate(keys) if not self._store.check([key])]
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        seconds = limit.total_seconds()
         problem = f"[torch] monitored_barrier: {ranks} did not come within {seconds:g} s"
         self._store.set(f"{prefix}end", problem if missing else "")
         if missing:
             raise RuntimeError(problem)
+        with suppress(RuntimeError):  # not every store can
+            # Who is here has read the end of the last barrier.
+            for key in (*keys, f"{group}{self._barriers - 1}/end"):
+                self._store.delete_key(key)
 
     def _token(self) -> str:
         """Return what tells this group from earlier ones, whose keys the store may still have."""

@@ -790,6 +790,28 @@ def check_a_barrier_of_a_group_made_again_is_not_met_by_the_last_ones() -> None:
         group.shutdown()
 
 
+def check_monitored_barriers_name_a_missing_rank_0() -> None:
+    with process_group():
+        limit = datetime.timedelta(seconds=0.5)
+        if hvd.rank() != 0:
+            text = raised(RuntimeError, functools.partial(dist.monitored_barrier, None, limit))
+            assert "[torch] monitored_barrier: rank 0 did not come within 0.5 s" in text
+        dist.barrier()
+
+
+def check_monitored_barriers_leave_one_key_behind() -> None:
+    keys = []
+    with process_group():
+        store = backend._group_of(dist.group.WORLD, "cpu")._store
+        for _ in range(2):
+            for _ in range(5):
+                dist.monitored_barrier()
+            dist.barrier()
+            keys.append(store.num_keys())
+            dist.barrier()
+    assert keys[0] == keys[1]
+
+
 def check_monitored_barriers_name_all_missing_ranks() -> None:
     with process_group():
         rank, size = hvd.rank(), hvd.size()
