@@ -18,8 +18,11 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import perseus.torch.distributed
+from perseus import basics
 from perseus.errors import InitializationError
 from perseus.torch import session
 from perseus.torch.distributed import backend, world
@@ -141,6 +144,30 @@ def test_a_callback_may_add_callbacks_to_its_own_future():
     future.add_done_callback(call(3))
     assert called.wait(30), "the thread that runs callbacks waits for itself"
     assert order == [3, 2, 1, 0]
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_text_into_which_ddp_turns_a_hooks_error_tells_why_the_group_has_ended():
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for _ in range(2):  # the second makes the buckets anew, which is a collective
+        model(torch.ones(1, 2)).sum().backward()
+    assert backend.failure_of(RuntimeError("of the script")) is None
+    _ours().world.context.shutdown()  # as if another rank had
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+    assert backend.failure_of(caught.value) == _ours().world.failure()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_once_a_group_has_failed_any_error_may_come_from_the_world(monkeypatch):
+    """The group may notice a lost rank before the world does."""
+    answers = [None, None, "lost rank 1"]
+    monkeypatch.setattr(basics, "world_failure", lambda: answers.pop(0))
+    assert backend.failure_of(RuntimeError("cast")) is None
+    _ours().world.context.shutdown()
+    assert backend.failure_of(RuntimeError("cast")) == "lost rank 1"
 
 
 _ENDING = """

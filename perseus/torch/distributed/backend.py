@@ -293,8 +293,14 @@ def failure_of(error: Exception) -> str | None:
         cause = cause.__cause__ or cause.__context__
     if cause is not None:
         return basics.world_failure() or str(error)
-    # torch's store tells of a lost rank at the same time as the world.
-    deadline = time.monotonic() + (_BOTH_NOTICE_SECONDS if isinstance(error, dist.DistError) else 0)
+    # DDP puts the text of what a hook's future raises into an error of its own, without the cause.
+    ended: list[str] = [why for group in list(_open) if (why := group.world.failure()) is not None]
+    told = [why for why in ended if why in str(error)]
+    if told:
+        return basics.world_failure() or told[0]
+    # torch's store and groups tell of a lost rank at the same time as the world.
+    waits = bool(ended) or isinstance(error, dist.DistError)
+    deadline = time.monotonic() + (_BOTH_NOTICE_SECONDS if waits else 0)
     while (failure := basics.world_failure()) is None and time.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN_SECONDS)
     return failure

@@ -112,6 +112,10 @@ class World:
             return c10d.ErrorType.COMM_ERROR
         return _ERRORS.get(self.context.failure_code(), c10d.ErrorType.COMM_ERROR)
 
+    def failure(self) -> str | None:
+        """Why the world has ended, in words; None while it has not, or if this rank has left."""
+        return None if self._left else self.context.failure()
+
     def await_all(self) -> None:
         """Return once every rank has called this, or the world has failed."""
         with contextlib.suppress(HorovodInternalError):
