@@ -15,6 +15,8 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,6 +51,11 @@ _UNEVEN_TURNS = (
     f"[torch] join() does not go with {SETTING}, because a rank without batches has no parameters "
     f"to send: unset it, or give every rank the same number of batches"
 )
+# torch's hooks in C++, which refuse the values of futures in Python, and what does the same.
+_BUILT_IN = {
+    c10d.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    c10d.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -114,7 +121,12 @@ class Gradients:
     def leave_out(self, state: dict[str, Any]) -> None:
         """Take what belongs to this group out of a copy of the model's attributes."""
         state.pop("_perseus", None)
-        state["_comm_hooks"] = [pair for pair in state["_comm_hooks"] if pair[0] is not _reduce]
+        group = self._model.process_group
+        state["_comm_hooks"] = [
+            (hook, given)
+            for hook, given in state["_comm_hooks"]
+            if hook is not _reduce and not (given is group and hook in _BUILT_IN.values())
+        ]
         ours = {hook.id for hook in self._hooks}
         for name in _HOOKS:
             hooks = state[name]
@@ -423,6 +435,17 @@ def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
             model._perseus = Gradients(model, group, is_copy=True)
 
     models.__getstate__, models.__setstate__ = without_ours, with_ours
+    register_built_in = models._register_builtin_comm_hook
+
+    @wraps(register_built_in)
+    def register_in_python(model: Any, comm_hook_type: Any) -> None:
+        hook = _BUILT_IN.get(comm_hook_type)
+        if hook is None or getattr(model, "_perseus", None) is None:
+            register_built_in(model, comm_hook_type)
+        else:
+            model.register_comm_hook(model.process_group, hook)
+
+    models._register_builtin_comm_hook = register_in_python
     joins: Any = Join
     notify = joins.notify_join_context
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,26 @@ def check_torchs_own_hooks() -> None:
         model = _hooked(default_hooks.fp16_compress_hook, None)
         train(model)
         assert_trained_alike(details(model), tolerance=1e-3)
+
+
+def check_torchs_built_in_hooks() -> None:
+    """Also of a model that is not on the default group. A copy has none, as on gloo."""
+    kinds = dist.BuiltinCommHookType
+    with process_group():
+        for group, kind, tolerance in (
+            (None, kinds.ALLREDUCE, 1e-6),
+            (dist.new_group(), kinds.FP16_COMPRESS, 1e-3),
+        ):
+            model = DistributedDataParallel(network(), process_group=group)
+            model._register_builtin_comm_hook(kind)
+            if group is None:  # torch copies models on the default group alone
+                copied = copy.deepcopy(model)
+                train(copied)
+                assert_trained_alike(details(copied))
+            train(model)
+            assert_trained_alike(details(model), tolerance)
+            with pytest.raises(RuntimeError, match="only be called once"):
+                model._register_builtin_comm_hook(kind)
 
 
 def check_powersgd_in_several_buckets() -> None:
