@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -170,11 +171,32 @@ def test_once_a_group_has_failed_any_error_may_come_from_the_world(monkeypatch):
     assert backend.failure_of(RuntimeError("cast")) == "lost rank 1"
 
 
+@pytest.mark.usefixtures("_alone")
+def test_threads_of_futures_end_with_their_group():
+    def threads():
+        return [each for each in threading.enumerate() if each.name == "perseus futures"]
+
+    _wait_until(lambda: not threads())
+    for _ in range(3):
+        group = dist.new_group([0])
+        for each in (None, group):
+            dist.all_reduce(torch.ones(3), group=each, async_op=True).get_future().wait()
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        assert len(threads()) == 2
+        dist.destroy_process_group(group)
+        _wait_until(lambda: len(threads()) == 1)
+        with contextlib.suppress(RuntimeError):  # it may have ended before the group
+            work.get_future().wait()
+        _wait_until(lambda: len(threads()) == 1)
+
+
 _ENDING = """
-import torch
-from perseus.torch.distributed.future import completer
+import torch, torch.distributed as dist, perseus.torch.distributed
+perseus.torch.distributed.register()
+dist.init_process_group("perseus", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(700, 700)
-completer.call(lambda: [torch.mm(x, x) for _ in range(30)])
+future = dist.all_reduce(x, async_op=True).get_future()
+future.then(lambda _: [torch.mm(x, x) for _ in range(30)])
 """
 
 

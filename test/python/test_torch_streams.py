@@ -14,7 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from perseus.torch.distributed import streams
-from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.completer import Completer, calling
+from perseus.torch.distributed.future import Future
 from perseus.torch.distributed.work import Work, joined
 
 GPU = torch.device("cuda:0")
@@ -139,7 +140,7 @@ class _OfAGpu(Future):
     """A future of a GPU as far as Perseus is concerned, which torch has for one of the CPU."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Completer(stays=False))
         self._device = GPU
 
 
@@ -172,14 +173,14 @@ def test_a_gpu_that_fails_ends_the_wait_for_its_tensors(on_stream):
 
 
 def test_callbacks_that_fail_leave_the_others_their_thread():
-    first, second, called = Future(), Future(), []
+    completer = Completer()
+    first, second, called = Future(completer), Future(completer), []
     completer.call(lambda: first.complete(1, None))
     first.wait()
     first.add_done_callback(lambda _: 1 / 0)
     completer.call(lambda: 1 / 0)
-    first.add_done_callback(
-        lambda future: called.append((future.value(), completer.is_this_thread()))
-    )
+    first.add_done_callback(lambda future: called.append((future.value(), calling() is completer)))
     completer.call(lambda: second.complete(2, None))
     assert second.then(lambda future: future.value() + 1).wait() == 3
     assert called == [(1, True)]
+    completer.end()

@@ -26,6 +26,7 @@ from perseus import basics, ddp
 from perseus.errors import HorovodInternalError
 from perseus.run.bootstrap.torch_round import ANNOUNCED
 from perseus.torch.distributed.collectives import Collectives
+from perseus.torch.distributed.completer import rest
 from perseus.torch.distributed.direct import shorten_calls
 from perseus.torch.distributed.gradients import take_models
 from perseus.torch.distributed.launched import forget_world
@@ -275,8 +276,14 @@ def _create(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 @atexit.register
-def _close_all() -> None:
+def _end() -> None:
     """Leave the groups that the script has not destroyed: their ranks need not wait for a clock."""
+    rest()
+    _close_all()
+    rest()  # with the errors of what was under way
+
+
+def _close_all() -> None:
     for group in list(_open):
         group.world.close()
 

@@ -21,7 +21,7 @@ import torch
 
 from perseus.errors import HorovodInternalError
 from perseus.operations import Kind, ReduceOp
-from perseus.torch.distributed.future import completer
+from perseus.torch.distributed.completer import calling
 from perseus.torch.distributed.reductions import (
     BITWISE,
     RedOpType,
@@ -170,7 +170,7 @@ class Collectives:
     def _begin(self) -> None:
         self.started = 0
         self._done = Done(self.world, [])
-        self._callback_numbers = count()
+        self._callback_numbers, self._outside_numbers = count(), count()
 
     def _submit(
         self,
@@ -183,11 +183,9 @@ class Collectives:
     ) -> Work:
         """awaited: torch waits before it goes on, and nobody else sees the returned work."""
         self.started += 1
-        # Whatever callbacks start comes in an order of its own on every rank.
-        name = f"callback.{next(self._callback_numbers)}" if completer.is_this_thread() else None
         try:
             handle = self.world.operations.submit(
-                kind, name, given, output, transient=True, **arguments
+                kind, self._next_name(), given, output, transient=True, **arguments
             )
         except HorovodInternalError as error:
             return Work.failed(self.world, error)
@@ -198,6 +196,18 @@ class Collectives:
         except Exception as error:
             return Work.failed(self.world, error)
         return self._done
+
+    def _next_name(self) -> str | None:
+        """Return None where ranks pair collectives by their order; callbacks have their own.
+
+        Their names differ by whose future calls: the thread of this group, or another one.
+        """
+        completer = calling()
+        if completer is None:
+            return None
+        if completer is self.world.completer:
+            return f"callback.{next(self._callback_numbers)}"
+        return f"callback outside.{next(self._outside_numbers)}"
 
     # ---- reductions ----
 
@@ -229,7 +239,7 @@ class Collectives:
     def _reduce(
         self, given: Any, result: Any, reduction: Reduction, tensors: Tensors, awaited: bool
     ) -> Work:
-        if not awaited or completer.is_this_thread():
+        if not awaited or calling() is not None:
 
             def finish(written: Any) -> Tensors:
                 if result is not given:
@@ -487,7 +497,7 @@ class Collectives:
             return Work.failed(self.world, error)
         if kind == Kind.RECEIVE:
             return Receive(self.world, handle, tensors)
-        return Work(self.world, [(handle, lambda _: tensors)], gpu_of(tensors))
+        return Work(self.world, [(handle, lambda _: tensors)], gpu_of(tensors), in_order=False)
 
     # ---- sparse tensors ----
 

@@ -25,7 +25,7 @@ from perseus.errors import HorovodInternalError
 from perseus.gradients.turns import SETTING
 from perseus.memory import keep_freed_memory
 from perseus.operations import Kind, ReduceOp
-from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.future import Future
 from perseus.torch.distributed.optimizer_steps import OptimizerSteps
 from perseus.torch.distributed.residuals import ModelResiduals
 from perseus.torch.distributed.streams import aside, gpu_of
@@ -171,7 +171,8 @@ class Gradients:
         """
         buffer = bucket.buffer()
         device = gpu_of(buffer)
-        future = Future(device)
+        completer = self._group.world.completer
+        future = Future(completer, device)
         in_pass = _in_pass()
         try:
             self._begin()

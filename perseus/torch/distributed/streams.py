@@ -1,11 +1,12 @@
 """The order on a GPU of those who settle an operation, and of those who wait for its tensors.
 
 The core makes the current stream of the thread that synchronizes a handle wait for the result. That
-thread may be the completer's; whoever waits on another stream then has to wait for that one.
+thread may be a completer's; whoever waits on another stream then has to wait for that one.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +15,15 @@ import torch
 
 from perseus.torch.session import keep
 
-# Of the completer's thread, which neither waits for the script's streams nor holds them up.
-_aside: dict[torch.device, Any] = {}
+
+class _Aside(threading.local):
+    """Streams of a completer's thread, which waits for no others and holds none up."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, Any] = {}
+
+
+_aside = _Aside()
 
 
 def gpu_of(given: Any) -> torch.device | None:
@@ -26,18 +34,18 @@ def gpu_of(given: Any) -> torch.device | None:
 
 @contextmanager
 def aside(device: torch.device | None) -> Iterator[None]:
-    """Work on a stream of the completer's own on this GPU, which becomes current; None = as before.
+    """Work on a stream of this thread's own on the GPU, which becomes current; None = as before.
 
-    Called by the completer's thread.
+    Called by a completer's thread.
     """
     if device is None:
         yield
         return
     # Else leaving it would make another GPU current, and begin to use that one.
     torch.cuda.set_device(device)
-    if device not in _aside:
-        _aside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(_aside[device]):
+    if device not in _aside.streams:
+        _aside.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(_aside.streams[device]):
         yield
 
 

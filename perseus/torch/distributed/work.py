@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from perseus.errors import NanGradientError
-from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.completer import Completer, calling
+from perseus.torch.distributed.future import Future
 from perseus.torch.distributed.streams import Mark, aside, gpu_of
 from perseus.torch.distributed.world import World
 from perseus.torch.session import keep
@@ -36,16 +37,22 @@ class Work(dist.Work):
     """One collective that has been submitted. Any thread may use it."""
 
     def __init__(
-        self, world: World, pieces: list[Piece], device: torch.device | None = None
+        self,
+        world: World,
+        pieces: list[Piece],
+        device: torch.device | None = None,
+        in_order: bool = True,
     ) -> None:
         """pieces: the operations that this work consists of; it fails with the first that does.
 
-        device: the GPU where the tensors lie, or None.
+        device: the GPU where the tensors lie, or None. in_order: whether all ranks have it in one
+        order, as collectives; else it may end after operations that were submitted later.
         """
         super().__init__()
         self._world = world
         self._pieces = pieces
         self._device = device
+        self._in_order = in_order
         self._mark: Mark | None = None
         self._lock = threading.Lock()
         self._result: list[torch.Tensor] = []
@@ -115,9 +122,11 @@ class Work(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = Future(self._device)
-        if completer.is_this_thread():
-            # The thread that would complete it is this one: the callback waits for what it starts.
+            completer = self._world.completer if self._in_order else Completer(stays=False)
+            self._future = Future(completer, self._device)
+        if calling() is not None:
+            # The thread that would complete it may be this one, or wait for it: the callback waits
+            # for what it starts.
             self._complete_future()
         else:
             completer.call(self._complete_future)
@@ -201,7 +210,7 @@ class Receive(Work):
 
     def __init__(self, world: World, handle: int, tensors: list[torch.Tensor]) -> None:
         """handle: of `world.operations`. tensors: what is received, one."""
-        super().__init__(world, [(handle, self._note)], gpu_of(tensors))
+        super().__init__(world, [(handle, self._note)], gpu_of(tensors), in_order=False)
         self._tensors, self._source = tensors, -1
 
     def _note(self, source: int) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from perseus import _core, basics
 from perseus.errors import HorovodInternalError
 from perseus.group_context import LONGEST_TIMEOUT, group_context
 from perseus.operations import Kind
+from perseus.torch.distributed.completer import Completer
 from perseus.torch.distributed.launched import raise_if_ended
 from perseus.torch.session import describe, keep_all, tensor_over
 
@@ -94,6 +95,7 @@ class World:
             store, rank, size, self.seconds, settings=settings, interrupted=raise_if_ended
         )
         self.operations = _core.Operations(self.context, wrap, describe)
+        self.completer = Completer()
         self._abandoned: deque[int] = deque()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -150,6 +152,7 @@ class World:
         """Leave the world and free it."""
         self.shutdown()
         self.operations.close()
+        self.completer.end()
         try:
             for keeper in list(self.keepers):
                 keeper.end(self)

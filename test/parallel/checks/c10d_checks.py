@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
+import threading
 import time
 import warnings
 import weakref
@@ -683,6 +684,73 @@ def check_callbacks_run_in_the_order_of_submission() -> None:
             totals.append(future.wait().item() == once * hvd.size())
         assert order == list(range(20))
         assert all(totals)
+
+
+def check_futures_of_groups_do_not_wait_for_each_other() -> None:
+    with process_group(15):
+        limit = datetime.timedelta(seconds=15)
+        first, second = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
+        x, y = torch.ones(3), torch.ones(3)
+        if hvd.rank() == 0:
+            late = dist.all_reduce(x, group=first, async_op=True).get_future()
+            soon = dist.all_reduce(y, group=second, async_op=True).get_future()
+            soon.then(lambda done: done.value()[0].neg_()).wait()
+        else:
+            dist.all_reduce(y, group=second)
+        dist.barrier()
+        if hvd.rank() == 0:
+            late.wait()
+        else:
+            dist.all_reduce(x, group=first)
+        assert_same(x, torch.full((3,), float(hvd.size())))
+        assert_same(y, torch.full((3,), float(-hvd.size() if hvd.rank() == 0 else hvd.size())))
+
+
+def check_futures_of_receives_keep_no_others_waiting() -> None:
+    """Nor do those of collectives keep them waiting, which may end only after them."""
+    with process_group(15):
+        rank, size = hvd.rank(), hvd.size()
+        received, x, y = torch.zeros(3), torch.ones(3), torch.ones(3)
+        if rank == 0:
+            future = dist.irecv(received, src=1).get_future()
+            dist.all_reduce(x, async_op=True).get_future().then(lambda _: None).wait()
+            late = dist.all_reduce(y, async_op=True).get_future()
+            dist.send(x, 1)
+            future.wait()
+            assert future.then(lambda done: done.value()[0].sum()).wait() == 3 * size
+            dist.send(x, 1)
+            late.wait()
+            names = [each.name for each in threading.enumerate()]
+            assert names.count("perseus futures") <= 2, "those of receives end with them"
+        else:
+            dist.all_reduce(x)
+            if rank == 1:
+                dist.recv(received, src=0)
+                dist.isend(received, 0).get_future().wait()
+                dist.recv(received, src=0)
+            dist.all_reduce(y)
+        assert_same(y, torch.full((3,), float(size)))
+        if rank < 2:
+            assert_same(received, x)
+
+
+def check_callbacks_start_collectives_of_another_group() -> None:
+    """While that group's own callbacks start some."""
+    with process_group():
+        other = dist.new_group()
+
+        def of(group: dist.ProcessGroup, number: int) -> torch.futures.Future:
+            def then(_: torch.futures.Future) -> float:
+                own = torch.full((), float(number))
+                dist.all_reduce(own, group=other)
+                return own.item()
+
+            given = torch.ones(1000)
+            return dist.all_reduce(given, group=group, async_op=True).get_future().then(then)
+
+        futures = [of(group, number) for number in range(20) for group in (None, other)]
+        for number, future in enumerate(futures):
+            assert future.wait() == number // 2 * hvd.size()
 
 
 def check_parts_are_gathered_into_the_tensor_that_they_lie_in() -> None:
