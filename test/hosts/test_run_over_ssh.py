@@ -332,7 +332,7 @@ def test_silent_host_is_given_up_after_the_start_timeout(hosts: VirtualHosts) ->
 def test_interface_decides_the_address(hosts: VirtualHosts) -> None:
     show = "echo $PERSEUS_RENDEZVOUS_ADDR $PERSEUS_GLOO_NETWORK_INTERFACE $NCCL_SOCKET_IFNAME"
     arguments = ["-np", "1", "-H", "host1", "--network-interface", "eth0", "sh", "-c", show]
-    assert perseusrun(hosts, *arguments).stdout == "[0]<stdout>:10.77.0.1 eth0 eth0\n"
+    assert perseusrun(hosts, *arguments).stdout == "[0]<stdout>:10.77.0.1 eth0 =eth0\n"
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")

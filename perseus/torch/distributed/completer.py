@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Callable
 
 _REST_SECONDS = 2.0
-_lock = threading.Lock()  # of all completers: a fork makes a new one, whoever holds this
+# Of all completers; a fork makes a new one, whoever holds this. The garbage collector may end a
+# group while this thread holds it.
+_lock = threading.RLock()
 _running: set[Completer] = set()  # those that have a thread
 
 
@@ -110,7 +112,7 @@ def rest() -> None:
 def _begin_in_child() -> None:
     """Forget the threads and the jobs of the process that this one is a fork of."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for completer in _running:
         completer._begin()
     _running.clear()
