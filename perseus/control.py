@@ -9,18 +9,19 @@ import ctypes
 import hmac
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus import basics, objects
 from perseus.arguments import checked_root
-from perseus.errors import NOT_INITIALIZED, HorovodInternalError
+from perseus.errors import NOT_INITIALIZED, HorovodInternalError, MismatchError
 from perseus.operations import Kind
 
 if TYPE_CHECKING:
     from perseus import _core
 
 _UINT8 = 4  # enum perseus_dtype
+_JOINED = "is not supported with Join"  # what the core says of allgathers
 _SIZE_SIZE, _CODE_SIZE = 8, 32
 _HEAD_SIZE = _SIZE_SIZE + 2 * _CODE_SIZE
 
@@ -63,6 +64,23 @@ def gather_bytes(data: bytes, name: str, group: int) -> list[bytes]:
         parts.append(bytes(gathered[:length]))
         gathered = gathered[length:]
     return parts
+
+
+def gather_if_different(
+    summary: bytes, details: Callable[[], bytes], name: str, group: int
+) -> list[bytes] | None:
+    """Every rank's details, in the group's rank order, if the summaries differ; else None.
+
+    summary: such as a hash of the details; the lengths are equal on all ranks. Nothing is compared,
+    so the result is None, while a rank waits in join().
+    """
+    try:
+        summaries = gather_equal(summary, name, group)
+    except MismatchError as error:
+        if _JOINED in str(error):
+            return None
+        raise
+    return None if len(set(summaries)) == 1 else gather_bytes(details(), name, group)
 
 
 def broadcast_bytes(data: bytearray, root_rank: int, name: str) -> None:

@@ -25,7 +25,6 @@ _REMEDY = (
     "hvd.callbacks.BroadcastGlobalVariablesCallback, hvd.load_model), and have an "
     "hvd.DistributedOptimizer or hvd.DistributedGradientTape average all gradients."
 )
-JOINED = "is not supported with Join"  # what the core says of allgathers
 _SUMMARY = struct.Struct("<QQ")  # the number of parameters and the hash of their hashes
 
 
@@ -72,21 +71,15 @@ class ParameterCheck:
         packed = struct.pack(f"<{len(hashes)}Q", *(number for _, number in hashes))
         summary = _SUMMARY.pack(len(hashes), _core.hash_bytes(packed))
         group = self._process_set.process_set_id or 0
-        try:
-            summaries = control.gather_equal(summary, self._name, group)
-        except MismatchError as error:
-            if JOINED in str(error):
-                return
-            raise
-        if len(set(summaries)) == 1:
-            return
-        encoded = json.dumps(hashes).encode()
-        gathered = [json.loads(part) for part in control.gather_bytes(encoded, self._name, group)]
-        ranks = basics.group_ranks(group) or []
-        steps = self._begun - 1
-        raise MismatchError(
-            f"[{SETTING}] after {steps} steps {_difference(gathered, ranks)}. {_REMEDY}"
+        gathered = control.gather_if_different(
+            summary, lambda: json.dumps(hashes).encode(), self._name, group
         )
+        if gathered is None:
+            return
+        difference = _difference(
+            [json.loads(part) for part in gathered], basics.group_ranks(group) or []
+        )
+        raise MismatchError(f"[{SETTING}] after {self._begun - 1} steps {difference}. {_REMEDY}")
 
     def _has_peers(self) -> bool:
         return bool(self._process_set.included()) and (self._process_set.size() or 1) > 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from perseus import control
 from perseus.errors import MismatchError
-from perseus.gradients.parameter_check import JOINED, by_rank
+from perseus.gradients.parameter_check import by_rank
 from perseus.keras.backend import KERAS_2, backend, keras
 
 _NAME = "MetricAverageCallback"
@@ -52,17 +52,12 @@ def _compare(shapes: dict[str, list[int]]) -> None:
 
     encoded = json.dumps(shapes).encode()
     summary = struct.pack("<Q", _core.hash_bytes(encoded))
-    try:
-        summaries = control.gather_equal(summary, f"{_NAME}.names", 0)
-    except MismatchError as error:
-        if JOINED in str(error):
-            return
-        raise
-    if len(set(summaries)) == 1:
+    gathered = control.gather_if_different(summary, lambda: encoded, f"{_NAME}.names", 0)
+    if gathered is None:
         return
-    gathered = [json.loads(part) for part in control.gather_bytes(encoded, f"{_NAME}.names", 0)]
+    difference = _difference([json.loads(part) for part in gathered])
     raise MismatchError(
-        f"[keras] MetricAverageCallback: metrics differ between ranks: {_difference(gathered)}. "
+        f"[keras] MetricAverageCallback: metrics differ between ranks: {difference}. "
         "Compile the same metrics on all ranks, and pass validation_data on all or none"
     )
 
