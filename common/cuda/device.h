@@ -115,10 +115,10 @@ class Device {
   // Streams that never wait for the framework's but by events, of the highest priority: copies are short, and the
   // network waits for them.
   Handle to_device() const { return to_device_; }
-  // To the host: beside tensors that are still being computed, and for those that `stream` of this thread computes. Its
-  // lane is another than that of other streams, up to kLanes, so that no tensor waits for what another stream does,
-  // which may even wait for that tensor.
+  // To the host, beside tensors that are still being computed.
   Handle fetching() const { return fetching_; }
+  // To the host, behind what `stream` of this thread computes. Streams have lanes of their own, up to kLanes of them:
+  // what one of them does may wait for another rank, which may wait for a tensor of another stream.
   static constexpr int kLanes = 16;
   struct Lane {
     int number = 0;

@@ -38,6 +38,7 @@ MODULES = [
     "schedule_checks",
     "bench_checks",
     "c10d_checks",
+    "c10d_group_checks",
     "ddp_checks",
     "ddp_hooks_checks",
     "ddp_forms_checks",
@@ -60,6 +61,7 @@ CASES = [
 OF_PYTORCH = {
     "autograd_checks",
     "c10d_checks",
+    "c10d_group_checks",
     "collective_checks",
     "ddp_checks",
     "ddp_forms_checks",

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -165,14 +166,20 @@ void NcclCommunicator::join() {
     nccl::CommunicatorConfig config;
     return join(made.get(), members, id, me, &config);
   };
-  if (library().wants_threads()) return call_apart(call);
+  if (library().wants_threads()) {
+    try {
+      return call_apart(call);
+    } catch (const std::system_error& error) {  // no thread
+      return conclude(nccl::kInternalError, error.what());
+    }
+  }
   const nccl::Result result = call();
   handle_ = *made_;
   if (result != nccl::kSuccess && result != nccl::kInProgress) conclude(result);
 }
 
 nccl::Result NcclCommunicator::joined() {
-  if (handle_ == nullptr) {
+  if (caller_ && handle_ == nullptr) {
     nccl::Result called = nccl::kSuccess;
     if (!caller_->over(&called)) return nccl::kInProgress;
     if (called != nccl::kSuccess && called != nccl::kInProgress) return called;

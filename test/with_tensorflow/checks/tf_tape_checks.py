@@ -153,10 +153,11 @@ def check_the_mean_of_integer_slices_keeps_its_halves() -> None:
         np.testing.assert_allclose(row, [hvd.size()], rtol=1e-15)
 
 
-def check_local_variables() -> None:
-    for scale in (True, False):
-        shared, own = tf.Variable([1.0]), tf.Variable([1.0])
+def check_local_sources() -> None:
+    for make, scale in ((tf.Variable, True), (tf.Variable, False), (tf.constant, False)):
+        shared, own = make([1.0]), make([1.0])
         with tf.GradientTape() as tape:
+            tape.watch([shared, own])
             loss = tf.reduce_sum(shared + own) * (hvd.rank() + 1.0)
         tape = hvd.DistributedGradientTape(tape, scale_local_gradients=scale)
         tape.register_local_source(own)
@@ -166,20 +167,6 @@ def check_local_variables() -> None:
         local = (hvd.rank() + 1) / (hvd.size() if scale else 1)
         np.testing.assert_allclose(first[0][1], [local], rtol=1e-6)
         np.testing.assert_allclose(second[0][1], [_mean_rank() + 1], rtol=1e-6)
-
-
-def check_a_local_tensor_leaves_the_others_shared() -> None:
-    first, second = tf.constant([1.0]), tf.constant([1.0])
-    with tf.GradientTape() as tape:
-        tape.watch([first, second])
-        loss = tf.reduce_sum(first + second) * (hvd.rank() + 1.0)
-    tape = hvd.DistributedGradientTape(tape, scale_local_gradients=False)
-    tape.register_local_source(first)
-    local, shared = tape.get_local_and_global_gradients(loss, [first, second])
-    assert [source is first for source, _ in local] == [True]
-    assert [source is second for source, _ in shared] == [True]
-    np.testing.assert_allclose(local[0][1], [hvd.rank() + 1], rtol=1e-6)
-    np.testing.assert_allclose(shared[0][1], [_mean_rank() + 1], rtol=1e-6)
 
 
 def check_local_layers() -> None:
