@@ -21,8 +21,11 @@ class HostInfo:
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """'a:2' -> a with 2 slots. ValueError for any other text."""
-        return parse_hosts(host_string)[0]
+        """'a:2' -> a with 2 slots; 'a' -> a with 1. ValueError for any other text."""
+        found = parse_hosts(host_string)
+        if len(found) != 1:
+            raise ValueError(f"Invalid host input '{host_string}': expected one host such as a:2")
+        return found[0]
 
 
 @dataclass

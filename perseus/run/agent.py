@@ -32,12 +32,14 @@ left the session of their rank, too.
 from __future__ import annotations
 
 import base64
+import errno
 import fcntl
 import json
 import os
 import queue
 import resource
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -61,6 +63,7 @@ GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
 DESCRIPTORS = 65536  # that an agent and perseusrun may have open, if the hard limit allows it
 _CHUNK = 65536
+_BEGINNING = 256  # bytes of a program, which tell whether it is a binary
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -251,8 +254,11 @@ class Rank:
                 os.killpg(self.process.pid, each)
             except OSError:
                 pass
-        _send(number, (pid for pid in self.running() if _group(pid) != self.process.pid))
-        _send(number, adopted | below if number == signal.SIGKILL else adopted)
+        # Only the last signal looks again for processes that have begun since `before`.
+        last = number == signal.SIGKILL
+        own = self.running() if last else before.session(self.process.pid)
+        _send(number, (pid for pid in own if _group(pid) != self.process.pid))
+        _send(number, adopted | below if last else adopted)
 
     def has_leftovers(self, now: Snapshot) -> bool:
         """Return whether any of its processes still run besides the leader, which has ended."""
@@ -421,9 +427,9 @@ class Agent:
             if rest and only is None:
                 continue
             if command == b"KILL":
-                self._kill(signal.SIGKILL, only)
+                self._kill(signal.SIGKILL, None if only is None else [only])
             elif command == b"END" and only is not None:
-                self._end_one(only)
+                self._end_some([only])
             elif command == b"END":
                 self._end()
             elif command == b"STATE" and only is not None:
@@ -453,7 +459,7 @@ class Agent:
         with self._lock:  # a signal and perseusrun's END may come at the same time
             is_first, self._ending = not self._ending, True
         if is_first:
-            self._end_one(None)
+            self._end_some(None)
 
     def _end_strays(self) -> None:
         """Send SIGTERM to adopted processes of unknown ranks, unless END has done so."""
@@ -461,22 +467,26 @@ class Agent:
             with self._lock:
                 _send(signal.SIGTERM, self._strays(Snapshot()))
 
-    def _end_one(self, only: Rank | None) -> None:
-        self._kill(signal.SIGTERM, only)
-        timer = threading.Timer(self._grace, self._kill, (signal.SIGKILL, only))
+    def _end_some(self, ranks: list[Rank] | None) -> None:
+        self._kill(signal.SIGTERM, ranks)
+        self._kill_later(ranks)
+
+    def _kill_later(self, ranks: list[Rank] | None) -> None:
+        timer = threading.Timer(self._grace, self._kill, (signal.SIGKILL, ranks))
         timer.daemon = True
         timer.start()
 
-    def _kill(self, number: int, only: Rank | None = None) -> None:
+    def _kill(self, number: int, ranks: list[Rank] | None = None) -> None:
         with self._lock:
-            self._signal(number, only)
+            self._signal(number, ranks)
 
-    def _signal(self, number: int, only: Rank | None = None) -> None:
+    def _signal(self, number: int, ranks: list[Rank] | None = None) -> None:
+        """Send a signal to the processes of ranks; None = of all, and to strays. Needs the lock."""
         before = Snapshot()
         for rank in self._ranks:
-            if only in (None, rank):
+            if ranks is None or rank in ranks:
                 rank.signal(number, before)
-        if only is None:
+        if ranks is None:
             _send(number, self._strays(before))
 
     def _strays(self, now: Snapshot) -> set[int]:
@@ -543,7 +553,7 @@ class Agent:
                     rank = self._asked.get()
                     self._report(STATE, rank.rank, rank.state())
                 else:
-                    self._note_exit(*self._exits.get())
+                    self._note_exits()
 
     def _send_heartbeat(self) -> None:
         """Send a heartbeat if it is time for one."""
@@ -553,13 +563,26 @@ class Agent:
     def _until_heartbeat(self) -> float | None:
         return max(0.0, self._heartbeat_at - time.monotonic()) if self._silence else None
 
-    def _note_exit(self, rank: Rank, status: int) -> None:
-        self._drain(rank)
-        rank.exited = True
-        if status == 0 and self._signal_received:  # it has been ended, not finished
-            status = 128 + self._signal_received
-        self._report(EXIT, rank.rank, str(status).encode())
-        self._end_one(rank)  # child processes that it left running
+    def _note_exits(self) -> None:
+        """Report the ranks that have ended, and end child processes that they left running."""
+        ended = []
+        while not self._exits.empty():  # one byte may have told of several of them
+            rank, status = self._exits.get()
+            ended.append(rank)
+            self._drain(rank)
+            rank.exited = True
+            if status == 0 and self._signal_received:  # it has been ended, not finished
+                status = 128 + self._signal_received
+            self._report(EXIT, rank.rank, str(status).encode())
+        if not ended:
+            return
+        with self._lock:
+            now = Snapshot()  # one for all, since a host may have many ranks and many processes
+            left = [rank for rank in ended if rank.has_leftovers(now)]
+            for rank in left:
+                rank.signal(signal.SIGTERM, now)
+        if left:
+            self._kill_later(left)
 
     def _drain(self, only: Rank | None = None) -> None:
         """Pass on what the pipes hold now, but not what a process that was left running adds."""
@@ -623,24 +646,46 @@ def _start_rank(
             inherited.append(descriptor)
             environment[ANSWER_VARIABLE] = str(descriptor)
         parent = os.getpid()
-        # preexec_fn is safe: this process has not started any thread yet.
-        process = subprocess.Popen(
-            job["command"],
-            cwd=job["directory"],
-            env=environment,
-            stdin=subprocess.DEVNULL if call is None else call,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=inherited,
-            preexec_fn=lambda: _become_rank(parent, descriptors),  # noqa: PLW1509
-        )
+
+        def start(command: list[str]) -> subprocess.Popen[bytes]:
+            # preexec_fn is safe: this process has not started any thread yet.
+            return subprocess.Popen(
+                command,
+                cwd=job["directory"],
+                env=environment,
+                stdin=subprocess.DEVNULL if call is None else call,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=inherited,
+                preexec_fn=lambda: _become_rank(parent, descriptors),  # noqa: PLW1509
+            )
+
+        try:
+            process = start(job["command"])
+        except OSError as error:
+            if error.errno != errno.ENOEXEC:
+                raise
+            script = _shell_script(job["command"][0], environment, job["directory"])
+            if script is None:
+                raise
+            process = start(["/bin/sh", script, *job["command"][1:]])
     finally:
         if call is not None:
             call.close()
         for descriptor in inherited:
             os.close(descriptor)
     return Rank(entry["rank"], process, answer, control)
+
+
+def _shell_script(command: str, environment: dict[str, str], directory: str) -> str | None:
+    """Return the path of a command without a line #!, which shells run as a script; None = it is a
+    binary."""
+    path = command if "/" in command else shutil.which(command, path=environment.get("PATH"))
+    if path is None:
+        return None
+    with open(os.path.join(directory, path), "rb") as file:
+        return None if b"\0" in file.read(_BEGINNING) else path
 
 
 def _file_with(data: bytes) -> Any:

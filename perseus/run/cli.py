@@ -171,6 +171,15 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; perseusrun -h lists all options")
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Return the options that a word may mean, without abbreviations of words such as -np.
+
+        argparse looks at all words before it knows where the command begins, and allow_abbrev does
+        not concern words with one dash: the -n of `train.py -n 5` would mean -np or -npernode.
+        """
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [each for each in found if len(each[1]) == len("-p")]
+
     def format_help(self) -> str:
         return super().format_help() + "\n" + _variables()
 

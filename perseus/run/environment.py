@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from perseus.run.bootstrap.membership import CONTROL_VARIABLE
+from perseus.run.bootstrap.torch_round import IDENTITY as _OF_TORCH
 from perseus.run.hosts import Slot
 
 _IDENTITY = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -27,7 +28,10 @@ _OF_AN_OUTER_JOB = {
     "_HOROVOD_SECRET_KEY",
     "HOROVOD_ELASTIC",
     CONTROL_VARIABLE,
-    "TORCHELASTIC_RUN_ID",  # removed, so that it shows a torchrun that was started inside of a rank
+    # A script that finds torch's variables, which containers set as well, takes them for its own.
+    # Where they are removed, they show a torchrun that was started inside of a rank.
+    *_OF_TORCH,
+    "TORCHELASTIC_RUN_ID",
 }
 
 

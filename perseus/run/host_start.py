@@ -9,9 +9,15 @@ import base64
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from perseus.run import environment
-from perseus.run.bootstrap.addresses import is_own_address, reachable_address, source_address
+from perseus.run.bootstrap.addresses import (
+    is_own_address,
+    named_interfaces,
+    reachable_address,
+    source_address,
+)
 from perseus.run.bootstrap.membership import CONTROL_VARIABLE
 from perseus.run.job import Job, LaunchError
 from perseus.run.link import HostLink, real_name
@@ -22,22 +28,36 @@ def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
     """Return the address of this host at which the ranks of all hosts reach the store.
 
     It is that of the first interface if there is one, loopback if all ranks are on this host, and
-    otherwise the address from which this host reaches the first other host. Raises LaunchError for
-    an interface that does not exist or has no address.
+    otherwise that of the interface which the user's variables name, or the address from which this
+    host reaches the first other host. Raises LaunchError for an interface that does not exist or
+    has no address.
     """
+    others = [host for host in hosts if not host.local]
+    if not others and not interfaces:
+        return "127.0.0.1"
     if interfaces:
         try:
             return reachable_address(interfaces[0])
         except ValueError as error:
             raise LaunchError(str(error)) from None
-    others = [host for host in hosts if not host.local]
-    if not others:
-        return "127.0.0.1"
+    if address := address_by_variables():
+        return address
     seen = _hello(others[0]).ssh_connection.split(" ")[0]
     # sshd reports this host as the origin, unless there is a jump host between them.
     if "." in seen and is_own_address(seen):
         return seen
     return source_address(real_name(others[0].name)) or seen
+
+
+def address_by_variables() -> str | None:
+    """Return the address of the first interface that the user's variables name and this host has.
+
+    The hosts of the ranks may have others.
+    """
+    for name in named_interfaces():
+        with suppress(ValueError):
+            return reachable_address(name)
+    return None
 
 
 def threads_per_rank(host: HostLink) -> int:

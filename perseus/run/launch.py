@@ -19,12 +19,19 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from perseus.compat.common.command import HOROVOD_HINT, WITHOUT_HOROVOD
 from perseus.run import agent, environment, host_start, signals
 from perseus.run.job import Job, LaunchError, checked_core
-from perseus.run.link import KILL_SECONDS, HostLink, is_local, local_command, ssh_command
+from perseus.run.link import (
+    KILL_SECONDS,
+    HostLink,
+    is_local,
+    local_command,
+    opened,
+    ssh_command,
+)
 from perseus.run.output import STDERR, STDOUT, Console, Stream
 from perseus.run.reports import State
 
@@ -242,7 +249,7 @@ class Launcher:
             (host.process.stdout, self._on_stdout),
             (host.process.stderr, self._on_stderr),
         ):
-            self._selector.register(_opened(pipe), selectors.EVENT_READ, (act, host))
+            self._selector.register(opened(pipe), selectors.EVENT_READ, (act, host))
         return host
 
     def _is_local(self, name: str) -> bool:
@@ -446,7 +453,7 @@ class Launcher:
         host.gone = True
         if not self._ending and (host.hello is None or host.running):
             status = host.process.wait()
-            stderr = _opened(host.process.stderr)
+            stderr = opened(host.process.stderr)
             os.set_blocking(stderr.fileno(), False)
             self._on_stderr(host, stderr.read() or b"")
             if host.hello is None:
@@ -513,8 +520,3 @@ def _cause(error: OSError) -> str:
 
 def _is_signal(status: int) -> bool:
     return status - 128 in set(signal.Signals)
-
-
-def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe

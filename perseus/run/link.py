@@ -71,7 +71,7 @@ class HostLink:
 
     def send(self, data: bytes) -> None:
         """Send bytes to the agent, or nothing if it has ended. Blocks while its pipe is full."""
-        pipe = _present(self.process.stdin)
+        pipe = opened(self.process.stdin)
         with self._sending:
             try:
                 pipe.write(data)
@@ -83,7 +83,7 @@ class HostLink:
         """Send a heartbeat, unless other data is being sent. Never blocks. Thread-safe."""
         if self._sending.acquire(blocking=False):
             try:
-                pipe = _present(self.process.stdin)
+                pipe = opened(self.process.stdin)
                 room = select.poll()
                 room.register(pipe, select.POLLOUT)
                 if room.poll(0):
@@ -102,7 +102,7 @@ class HostLink:
         if not self._sending.acquire(timeout=KILL_SECONDS / 4):
             return False
         try:
-            os.write(_present(self.process.stdin).fileno(), b"WAIT\n")
+            os.write(opened(self.process.stdin).fileno(), b"WAIT\n")
         except (OSError, ValueError):
             pass
         return True
@@ -122,7 +122,7 @@ class HostLink:
     def order_to_kill(self) -> None:
         """Have the agent kill its ranks at once. Never blocks, even in a signal handler."""
         try:
-            pipe = _present(self.process.stdin)
+            pipe = opened(self.process.stdin)
             room = select.poll()
             room.register(pipe, select.POLLOUT)
             if not room.poll(0):
@@ -144,7 +144,7 @@ class HostLink:
         with self._sending:  # a heartbeat must not go to another file with the same descriptor
             for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
                 try:
-                    _present(pipe).close()
+                    opened(pipe).close()
                 except OSError:  # buffered data could not be sent
                     pass
 
@@ -160,7 +160,8 @@ def is_local(name: str) -> bool:
 
     An alias in ssh's configuration counts as another host.
     """
-    here = socket.gethostname()
+    name = name.lower()  # as ssh has it
+    here = socket.gethostname().lower()
     if name in ("localhost", "127.0.0.1", "::1", here, here.partition(".")[0]):
         return True
     return real_name(name) == name and is_own_address(name)
@@ -219,7 +220,7 @@ def real_name(name: str) -> str:
             timeout=10,
             check=True,
         ).stdout
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):  # ValueError: no possible name
         return name
     for line in output.splitlines():
         if line.startswith("hostname "):
@@ -227,6 +228,7 @@ def real_name(name: str) -> str:
     return name
 
 
-def _present(pipe: IO[bytes] | None) -> IO[bytes]:
+def opened(pipe: IO[bytes] | None) -> IO[bytes]:
+    """Return a pipe that an agent has."""
     assert pipe is not None
     return pipe

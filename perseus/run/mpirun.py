@@ -23,7 +23,6 @@ from perseus.run.job import Job, LaunchError, checked_core
 _OPEN_MPI = re.compile(r"\(Open MPI\)\s+(\d+)")
 _MPICH = re.compile(r"HYDRA|MPICH")
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
-_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # mpirun passes its own variables on by itself and warns about those of other MPI libraries.
 _OWN = re.compile(r"(OMPI|OPAL|PRTE|PMIX|PMI|HYDRA|HYDI|MPIR|MPICH)_.*")
 
@@ -90,14 +89,9 @@ def start(job: Job, arguments: list[str], binding: list[str]) -> None:
 
 
 def of_ranks(given: Mapping[str, str], job: Job) -> dict[str, str]:
-    """Return the environment of the ranks: the user's, with the variables that flags set.
-
-    It has no identity in torch's variables, as containers set them, for example: ranks would take
-    that for theirs and disregard mpirun's.
-    """
+    """Return the environment of the ranks: the user's, with the variables that flags set."""
     own = environment.of_interfaces(job.interfaces) | job.flags
-    base = environment.local_base(given)
-    return {name: value for name, value in base.items() if name not in _OF_TORCH} | own
+    return environment.local_base(given) | own
 
 
 def command_line(

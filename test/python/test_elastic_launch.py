@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from perseus.run.elastic.process import Process
 from perseus.run.hosts import Host, Slot
 from perseus.run.job import Job
 from perseus.run.launch import Launcher
-from perseus.run.link import HostLink, local_command, real_name
+from perseus.run.link import HostLink, is_local, local_command, real_name
 
 # ---- flags ----
 
@@ -117,6 +118,10 @@ def test_limits_that_do_not_fit_are_named(options: dict[str, Any], message: str)
         (["--min-np", "2", "--mpi"], "--mpi cannot start elastic jobs: mpirun's ranks are fixed"),
         (["--min-np", "2", "-npernode", "2"], "-npernode does not go with elastic jobs"),
         (["--min-np", "1", "-H", "a:b"], "Invalid host input in -H a:b"),
+        (
+            ["--min-np", "2", "-np", "4", "-H", "a:2"],
+            "Requested more processes (4) than slots available (2) on a:2",
+        ),
         (["--min-np", "1", "-H", "a", "--host-discovery-script", "f"], "not allowed with argument"),
     ],
 )
@@ -434,7 +439,7 @@ def test_time_in_which_perseusrun_was_stopped_is_not_waited_for(
     assert given_up == expected
 
     given_up.clear()
-    launcher._give_up_at = deadline
+    launcher._give_up_at, launcher._waits_by = deadline, "--elastic-timeout"
     assert not launcher._may_begin(before)
     launcher._check_patience(time.monotonic(), before)
     assert given_up == expected
@@ -470,6 +475,40 @@ def test_state_is_that_of_all_processes_of_a_session() -> None:
         shell.wait()
 
 
+def test_ranks_that_end_together_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at all processes of a host takes long where there are many."""
+    looks: list[None] = []
+
+    class Counted(agent.Snapshot):
+        def __init__(self) -> None:
+            looks.append(None)
+            super().__init__()
+
+    monkeypatch.setattr(agent, "Snapshot", Counted)
+    reading, writing = os.pipe()
+    made = agent.Agent(None, writing, 0.0)
+    commands = ["exit 0"] * 7 + ["sleep 600 & exit 3"]
+    processes = [subprocess.Popen(["sh", "-c", each], start_new_session=True) for each in commands]
+    for number, process in enumerate(processes):
+        rank = agent.Rank(number, cast(Any, process), None, None)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        made._ranks.append(rank)
+        made._exits.put((rank, 3 if number == 7 else 0))
+    (left,) = Counted().session(processes[7].pid)
+    looks.clear()
+    made._note_exits()
+    made._note_exits()
+    assert len(looks) == 1
+    assert eventually(lambda: not alive(left), 10)
+    told = [agent.FRAME.pack(agent.EXIT, number, 1) + b"0" for number in range(7)]
+    assert os.read(reading, 65536) == b"".join(told) + agent.FRAME.pack(agent.EXIT, 7, 1) + b"3"
+    for process in processes:
+        process.wait()
+    for descriptor in (reading, writing, made._wake, made._waker):
+        os.close(descriptor)
+    made._selector.close()
+
+
 # ---- ranks for which others wait ----
 
 
@@ -503,7 +542,14 @@ def test_addresses_of_this_host_are_its_own() -> None:
     own = source_address("192.0.2.1")  # of the interface with a route, if there is one
     for address in ("localhost", "127.0.0.1", "127.0.0.2", *([own] if own else [])):
         assert is_own_address(address), address
-    assert not is_own_address("192.0.2.1") and not is_own_address("nowhere.invalid")
+    for other in ("192.0.2.1", "nowhere.invalid", "a..b", "x" * 64):
+        assert not is_own_address(other) and not is_local(other), other
+
+
+def test_capitals_make_a_host_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node1.Example.org")
+    for name in ("LOCALHOST", "node1.example.ORG", "NODE1"):
+        assert is_local(name), name
 
 
 def test_what_ssh_is_configured_for_may_be_no_utf_8(

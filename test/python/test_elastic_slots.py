@@ -218,6 +218,21 @@ def test_fewer_slots_take_the_last_ones_away() -> None:
     assert slots.usable(0.0) == [("a", 0)]
 
 
+def test_fewer_slots_take_failed_ones_away_first() -> None:
+    """A script that prints how many GPUs of a host work has one less after a failure."""
+    slots = _slots(Host("a", 3), Host("b", 2))
+    slots.bar(("a", 0), 0.0)
+    slots.discover([Host("a", 2), Host("b", 1)])
+    assert slots.usable(0.0) == [("a", 1), ("a", 2), ("b", 0)]
+    slots.bar(("a", 2), 0.0)
+    assert slots.usable(0.0) == [("a", 1), ("b", 0)]
+    for hosts in ([], [Host("a", 1)]):
+        slots.discover(hosts)
+    assert slots.usable(0.0) == [("a", 1)]
+    slots.discover([Host("a", 4)])
+    assert slots.usable(0.0) == [("a", 1), ("a", 3)]
+
+
 def test_failed_slot_is_never_used_again_without_a_cooldown() -> None:
     slots = _slots(Host("a", 2), Host("b", 1))
     assert slots.bar(("a", 0), 5.0) is None
@@ -271,10 +286,11 @@ def test_next_return_is_the_earliest_of_slots_that_still_exist() -> None:
     for now, slot in ((0.0, ("a", 1)), (1.0, ("b", 0)), (2.0, ("a", 0))):
         slots.bar(slot, now)
     assert slots.next_return(3.0) == 10.0
-    slots.discover([Host("a", 1), Host("b", 1)])
+    slots.discover([Host("b", 1)])
     assert slots.next_return(3.0) == 11.0
-    slots.discover([Host("a", 1)])
-    assert slots.next_return(3.0) == 12.0
+    slots.discover([Host("a", 1)])  # the slot that returns first
+    assert slots.next_return(3.0) == 10.0
+    assert slots.next_return(10.0) is None
     slots.discover([])
     assert slots.next_return(3.0) is None
 

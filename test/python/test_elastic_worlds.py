@@ -125,3 +125,66 @@ def test_names_of_hosts_are_not_looked_up_while_ranks_wait_for_the_launcher(
         with pytest.raises(LaunchError):
             launcher._connect(name, [1])
     assert started == [True, False]
+
+
+def test_limit_of_the_first_world_is_that_of_what_it_waits_for(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes have the start timeout to load; slots have the elastic timeout to appear."""
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 2, 1, timeout=600.0)
+    launcher._job = Job(["true"], [], start_timeout=60)
+    launcher._epoch, said = -1, []
+    monkeypatch.setattr(launcher, "_give_up", said.append)
+    launcher._processes = {0: Process(0, ("a", 0), HOST, request=NEW)}
+
+    def wait(until: float) -> None:
+        launcher._check_patience(until, until)
+
+    launcher._slots.discover([Host("a", 2)])
+    wait(0.0)
+    launcher._slots.discover([Host("a", 1)])
+    wait(20.0)
+    wait(619.0)
+    assert said == []
+    launcher._slots.discover([Host("a", 2)])
+    wait(619.5)
+    wait(679.0)
+    assert said == []
+    wait(680.0)
+    assert said == [
+        "1 ranks asked to join and 2 slots can be used after 60 s (--start-timeout), instead of 2"
+    ]
+    said.clear()
+    launcher._slots.discover([Host("a", 1)])
+    wait(680.0)
+    wait(1280.0)
+    assert "1 slots can be used after 600 s (--elastic-timeout), instead of 2" in said[0]
+
+
+def test_discovery_that_fails_differently_each_time_is_not_reported_each_time(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[str] = []
+    now = 1000.0
+    monkeypatch.setattr(launcher, "_print", printed.append)
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now))
+    for second in range(62):
+        launcher._complain(f"failed after {second} ms" if second < 61 else "")
+        now += 1.0
+    assert printed == [
+        *(f"warning: failed after {each} ms; the hosts stay as they are" for each in (0, 30, 60)),
+        "the discovery of hosts works again",
+    ]
+
+
+def test_host_on_which_no_agent_starts_leaves_no_output_open(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Any:
+        raise LaunchError("no descriptors")
+
+    monkeypatch.setattr(launcher, "_connect", fail)
+    monkeypatch.setattr(launcher, "_print", lambda _: None)
+    launcher._start_at("a", [("a", 1), ("a", 2)])
+    assert launcher._streams == {}
+    assert launcher._slots.usable(time.monotonic()) == [("a", 0)]

@@ -25,6 +25,8 @@ from perseus.run.mpirun import Mpirun
         (["-np", "4", "-H", "localhost:2", "true"], 2,
          "Requested more processes (4) than slots available (2) on localhost:2"),
         (["-np", "1", "-H", "a:b", "true"], 2, "Invalid host input in -H a:b"),
+        (["-np", "1", "-H", "a..b", "true"], 1, "a..b: could not be reached by ssh"),
+        (["-n", "2", "true"], 2, "unrecognized arguments: -n"),
         (["-np", "1", "--hostfile", "/nowhere", "true"], 2, "--hostfile /nowhere: No such file"),
         (["-np", "1", "-H", "a", "--hostfile", "f", "true"], 2, "not allowed with argument"),
         (["-np", "1", "--no-such-flag", "true"], 2, "--no-such-flag"),
@@ -116,9 +118,9 @@ def test_check_build_offers_the_operations_of_an_mpirun_that_is_there(
 
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_arguments_of_the_command_are_its_own(separator: list[str]) -> None:
-    command = ["printf", "%s|", "-np", "7", "--", "--verbose", "a b", "*", ""]
-    result = perseusrun("-np", "1", *separator, *command)
-    assert result.stdout == "[0]<stdout>:-np|7|--|--verbose|a b|*||\n"
+    own = ["-np", "7", "--", "--verbose", "a b", "*", "", "-n", "5", "-ho", "x", "-pre", "-c", "-H"]
+    result = perseusrun("-np", "1", *separator, "printf", "%s|", *own)
+    assert result.stdout == "[0]<stdout>:" + "".join(f"{word}|" for word in own) + "\n"
 
 
 def test_script_without_execute_permission_is_126(tmp_path: Path) -> None:
@@ -127,3 +129,16 @@ def test_script_without_execute_permission_is_126(tmp_path: Path) -> None:
     assert perseusrun("-np", "1", str(script)).returncode == 126
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     assert perseusrun("-np", "1", "./train.sh", cwd=tmp_path).stdout == "[0]<stdout>:ran 0\n"
+
+
+def test_script_that_does_not_name_its_interpreter_is_one_of_sh(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("echo ran $PERSEUS_RANK $1\n")
+    script.chmod(0o755)
+    expected = "[0]<stdout>:ran 0 a b\n"
+    assert perseusrun("-np", "1", "./train.sh", "a b", cwd=tmp_path).stdout == expected
+    found = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert perseusrun("-np", "1", "train.sh", "a b", env=found).stdout == expected
+    script.write_bytes(b"\1\2\0\3")
+    refused = perseusrun("-np", "1", str(script))
+    assert refused.returncode == 126 and "Exec format error" in refused.stderr

@@ -76,12 +76,15 @@ def test_ranks_share_a_store_on_loopback_and_a_fresh_secret() -> None:
 def test_environment_of_an_outer_job_is_not_inherited() -> None:
     outer = environment(
         PERSEUS_RANK="7", HOROVOD_SIZE="9", PERSEUS_SECRET="outer" * 8, KEEP="é\udcff",
-        TORCHELASTIC_RUN_ID="outer",
+        TORCHELASTIC_RUN_ID="outer", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="10.0.0.1",
     )  # fmt: skip
     found = environments("-np", "1", env=outer)[0]
     assert (found["PERSEUS_RANK"], found["HOROVOD_SIZE"], found["KEEP"]) == ("0", "1", "é\udcff")
     assert found["PERSEUS_SECRET"] != outer["PERSEUS_SECRET"]
     assert "TORCHELASTIC_RUN_ID" not in found
+    assert not found.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    assert found["MASTER_ADDR"] == "10.0.0.1"  # the user's wish about where rank 0 listens
 
 
 def test_flags_reach_the_ranks_and_beat_the_environment() -> None:

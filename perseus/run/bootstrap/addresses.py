@@ -99,7 +99,7 @@ def source_address(host: str) -> str | None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # for UDP it sends nothing, it only consults the routing table
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, ValueError):  # ValueError: it cannot be a name
         return None
 
 
@@ -124,7 +124,7 @@ def is_own_address(host: str) -> bool:
     """Return whether `host` is a name or an IPv4 address of this host."""
     try:
         address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: it cannot be a name
         return False
     # What this host sends to itself comes from the address it goes to. (Binding tells nothing where
     # net.ipv4.ip_nonlocal_bind allows addresses of others.)

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
+# The variables in which torch's launcher tells a rank who it is
+IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The keys that rank 0 of the latest round has set
 ASKED = "perseus/asked"
 ANNOUNCED = "perseus/announced"

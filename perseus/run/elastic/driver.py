@@ -31,6 +31,7 @@ from perseus.run.link import HostLink, is_local, real_name
 from perseus.run.reports import MOST_BYTES, State
 
 _START_SECONDS = 2.0  # after which ranks are looked at that have not met the others of a new world
+_REPEAT_COMPLAINT_SECONDS = 30.0
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 # How long a host may not answer while ranks wait for it, if others are enough for a world without
 # it: where its ranks can come back as new ones, that costs less than all that wait; where they
@@ -57,13 +58,15 @@ class ElasticLauncher(Launcher):
         self._watch: Watch | None = None
         self._discovers_until = inf  # when to give up without a first answer
         self._address = ""  # of the store
-        self._complaint = ""
+        self._complaint = ""  # that has been printed; "" = none, or discovery works again
+        self._complains_from = 0.0  # the earliest time of the next one
         self._processes: dict[int, Process] = {}  # those that live
         self._started = 0
         self._epoch = -1
         self._state_exists = False  # some rank has said that it has it
         self._world: list[tuple[int, Slot]] = []
         self._give_up_at: float | None = None  # when there have been too few ranks for too long
+        self._waits_by = ""  # the flag that limits this wait
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
         self._questions = Questions(self._tell, self._print)
@@ -91,7 +94,9 @@ class ElasticLauncher(Launcher):
         if discovery.may_change:  # who knows from where later hosts will come
             return ""
         others = [host.name for host in discovery.find() if not is_local(host.name)]
-        return source_address(real_name(others[0])) or "" if others else "127.0.0.1"
+        if not others:
+            return "127.0.0.1"
+        return host_start.address_by_variables() or source_address(real_name(others[0])) or ""
 
     def _start_and_wait(self) -> None:
         assert self._watch is not None
@@ -165,12 +170,20 @@ class ElasticLauncher(Launcher):
                 self._fail(LaunchError(f"the discovery of hosts has not answered within {limit}"))
             return False
         self._discovers_until = inf
-        if complaint != self._complaint:
-            self._complaint = complaint
-            if complaint:
-                self._print(f"warning: {complaint}; the hosts stay as they are")
+        self._complain(complaint)
         self._discover(hosts)
         return True
+
+    def _complain(self, complaint: str) -> None:
+        """Say why discovery fails, if it does, and that it works again. Its reasons may differ each
+        time, by a duration for example."""
+        now = time.monotonic()
+        if complaint and complaint != self._complaint and now >= self._complains_from:
+            self._print(f"warning: {complaint}; the hosts stay as they are")
+            self._complaint, self._complains_from = complaint, now + _REPEAT_COMPLAINT_SECONDS
+        elif not complaint and self._complaint:
+            self._print("the discovery of hosts works again")
+            self._complaint = ""
 
     def _release_ended_hosts(self) -> None:
         """Close what belongs to agents that have ended: a long job may have many."""
@@ -182,9 +195,14 @@ class ElasticLauncher(Launcher):
             if errors is not None and errors in self._selector.get_map():
                 self._selector.unregister(errors)
             host.close()
-            for number in host.numbers:
-                for kind in _OUTPUTS:
-                    self._streams.pop((number, kind)).close()
+            self._close_streams(host.numbers)
+
+    def _close_streams(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            for kind in _OUTPUTS:
+                stream = self._streams.pop((number, kind), None)
+                if stream is not None:
+                    stream.close()
 
     def _discover(self, hosts: Iterable[Host]) -> None:
         if self._slots.discover(hosts) and self._job.verbose:
@@ -223,6 +241,7 @@ class ElasticLauncher(Launcher):
                 self._open_streams(number, number)
             host = self._connect(name, numbers)
         except LaunchError as error:
+            self._close_streams(numbers)
             self._on_unstarted(places, error)
             return
         host.shared_by = max(self._slots.slots_of(name), len(places))
@@ -481,12 +500,12 @@ class ElasticLauncher(Launcher):
         if slots < needed and not more_may_come and self._slots.next_return(now) is None:
             self._give_up(f"{slots} slots are left that have not failed, instead of {needed}")
             return
-        is_start = is_first and slots >= needed
-        limit = self._job.start_timeout if is_start else elasticity.timeout
-        if self._give_up_at is None:
-            self._give_up_at = now + limit
+        flag, limit = "--elastic-timeout", elasticity.timeout
+        if is_first and slots >= needed:
+            flag, limit = "--start-timeout", self._job.start_timeout
+        if self._give_up_at is None or flag != self._waits_by:
+            self._give_up_at, self._waits_by = now + limit, flag
         elif before >= self._give_up_at:
-            flag = "--start-timeout" if is_start else "--elastic-timeout"
             self._give_up(
                 f"{sum(asked)} ranks asked to join and {slots} slots can be used after {limit:g} s "
                 f"({flag}), instead of {needed}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from perseus.run.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from perseus.run.elastic.elasticity import Elasticity
-from perseus.run.hosts import Host, parse_hostfile, parse_hosts
+from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
 from perseus.run.settings import positive
 
 _TIMEOUT = "HOROVOD_ELASTIC_TIMEOUT"
@@ -99,6 +99,8 @@ def checked_elasticity(
     if not 1 <= least <= start or (most is not None and most < start):
         limit = "" if most is None else f", --max-np {most}"
         raise ValueError(f"--min-np {least}, -np {start}{limit}: expected 1 <= min <= np <= max")
+    if isinstance(discovery, FixedHosts):
+        place(discovery.find(), start)  # which refuses too few slots
     if reset_limit is not None and reset_limit < 0:
         raise ValueError(f"--reset-limit {reset_limit}: expected 0 or more")
     limits = None if cooldown is None else _checked_cooldown(cooldown)

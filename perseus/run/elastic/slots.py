@@ -23,17 +23,29 @@ class UsableSlots:
 
     def __init__(self, cooldown: tuple[float, float] | None) -> None:
         self._cooldown = cooldown
-        self._seen: list[str] = []
-        self._slots: dict[str, int] = {}
+        self._slots: dict[str, list[int]] = {}  # of all hosts that have been seen
+        self._present: dict[str, int] = {}
         self._failures: dict[Place, int] = {}
         self._barred_until: dict[Place, float] = {}
 
     def discover(self, hosts: Iterable[Host]) -> bool:
         """Take the hosts that exist now; returns whether something has changed."""
-        before = self._slots
-        self._slots = {host.name: host.slots for host in hosts if host.slots > 0}
-        self._seen += [name for name in self._slots if name not in self._seen]
-        return self._slots != before
+        before = self._present
+        self._present = {host.name: host.slots for host in hosts if host.slots > 0}
+        for name, count in self._present.items():
+            self._slots[name] = self._resized(name, count)
+        return self._present != before
+
+    def _resized(self, name: str, count: int) -> list[int]:
+        """Return the slots of a host that has `count` of them now.
+
+        Those that have failed go first, since their failure may be the reason; then the last ones.
+        """
+        slots = self._slots.get(name, [])
+        free = (index for index in range(len(slots) + count) if index not in slots)
+        slots = slots + [next(free) for _ in range(count - len(slots))]
+        slots.sort(key=lambda index: (self._barred_until.get((name, index), 0.0), index))
+        return sorted(slots[:count])
 
     def bar(self, place: Place, now: float) -> float | None:
         """Do not use a slot for a while, because its rank has failed.
@@ -55,24 +67,26 @@ class UsableSlots:
         """Return the slots that may be used, host by host."""
         return [
             (name, index)
-            for name in self._seen
-            for index in range(self._slots.get(name, 0))
+            for name, slots in self._slots.items()
+            if name in self._present
+            for index in slots
             if self._barred_until.get((name, index), now) <= now
         ]
 
     def hosts(self) -> int:
         """Return how many hosts are there now, whether their slots may be used or not."""
-        return len(self._slots)
+        return len(self._present)
 
     def slots_of(self, host: str) -> int:
         """Return how many slots a host has, barred ones included; 0 for an unknown host."""
-        return self._slots.get(host, 0)
+        return self._present.get(host, 0)
 
     def next_return(self, now: float) -> float | None:
         """Return when the next barred slot of a present host may be used again; None = never."""
         times = [
             until
             for (name, index), until in self._barred_until.items()
-            if now < until < float("inf") and index < self._slots.get(name, 0)
+            if now < until < float("inf")
+            if name in self._present and index in self._slots[name]
         ]
         return min(times, default=None)

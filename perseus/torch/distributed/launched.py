@@ -21,9 +21,9 @@ from perseus import _core, basics, control, ddp
 from perseus.errors import HorovodInternalError, InitializationError
 from perseus.run.bootstrap.addresses import own_address
 from perseus.run.bootstrap.rendezvous import wait_until_listening
+from perseus.run.bootstrap.torch_round import IDENTITY as _OF_TORCH
 from perseus.torch.session import ALLGATHER, describe, wrap
 
-_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _TEXT_BYTES = 256
 _held: list[c10d.Store] = []  # rank 0's server, which torch's own store at this port shares
