@@ -332,7 +332,7 @@ def test_silent_host_is_given_up_after_the_start_timeout(hosts: VirtualHosts) ->
 def test_interface_that_a_variable_names_has_the_store() -> None:
     show = "echo $PERSEUS_RENDEZVOUS_ADDR"
     with VirtualHosts(2, links=2) as pair:
-        for name, address in (("eth1", "10.78.0.1"), ("eth0", "10.77.0.1"), ("nope0", "10.77.0.1")):
+        for name, address in (("eth1", "10.77.1.1"), ("eth0", "10.77.0.1"), ("nope0", "10.77.0.1")):
             env = environment(pair, PERSEUS_GLOO_NETWORK_INTERFACE=name)
             for flags in ([], ["--min-np", "1"]):
                 arguments = ["-np", "2", *flags, "-H", "host0,host1", "sh", "-c", show]
