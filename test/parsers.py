@@ -103,7 +103,7 @@ def saved_residuals(content: bytes) -> None:
             assert isinstance(rank, int)
             for key, (layout, data) in held.items():
                 assert isinstance(key, str)
-                assert 0 <= layout < 1 << 64
+                assert 0 <= layout < 1 << 128
                 assert bytes(data) in content
 
 

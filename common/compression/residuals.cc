@@ -17,7 +17,10 @@ uint64_t division(const CompressionTerms& terms, uint64_t of_chunks) {
 }
 
 // Whether a record belongs to these tensors; a loaded one takes their sizes.
-bool fits(Residuals::Record* record, const std::vector<size_t>& sizes) {
+bool fits(Residuals::Record* record, const Residuals::Tensors& tensors) {
+  const std::vector<size_t>& sizes = tensors.sizes;
+  const bool known = record->shapes != 0 || !record->loaded;
+  if (known && record->shapes != tensors.shapes) return false;
   if (record->loaded && record->begins.back() == std::accumulate(sizes.begin(), sizes.end(), size_t{0})) {
     record->begins.assign(1, 0);
     for (size_t size : sizes) record->begins.push_back(record->begins.back() + size);
@@ -75,12 +78,12 @@ std::shared_ptr<Residuals::Record> Residuals::find(const Key& key) {
   return found == records_.end() ? nullptr : found->second;
 }
 
-std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::vector<size_t>& sizes) {
+std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const Tensors& tensors) {
   auto made = std::make_shared<Record>();
   made->owner = key.owner;
   made->group = key.group;
   made->begins.assign(1, 0);
-  for (size_t size : sizes) made->begins.push_back(made->begins.back() + size);
+  for (size_t size : tensors.sizes) made->begins.push_back(made->begins.back() + size);
   made->memory = zeros(key.name, 2 * made->begins.back());
   made->bytes = &bytes_;
   return made;
@@ -93,16 +96,18 @@ std::unique_ptr<float[], Residuals::Record::Free> Residuals::zeros(const std::st
   return memory;
 }
 
-Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
+Flush Residuals::due(const Key& key, const Tensors& tensors, const CompressionTerms& terms,
                      const std::function<uint64_t()>& layout, bool* dropped) {
   const MutexLock lock(mutex_);
   *dropped = false;
   const std::shared_ptr<Record> record = find(key);
   if (!record) return Flush::kNone;
-  if (!fits(record.get(), sizes)) {
+  if (!fits(record.get(), tensors)) {
     *dropped = record->holds;
     return Flush::kNone;
   }
+  // Tensors of other types may be divided otherwise, or travel without a codec that would take along what is held.
+  if (record->dtypes != 0 && record->dtypes != tensors.dtypes) return record->holds ? Flush::kAmongAll : Flush::kNone;
   if (record->loaded && record->layout != division(terms, layout()))
     return record->holds ? Flush::kAmongAll : Flush::kNone;
   // A matrix has one sender, which keeps its vectors; chunks have several, and all ranks say the same, whether they
@@ -117,20 +122,21 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Com
   return goes_on || !record->holds ? Flush::kNone : flush;
 }
 
-// Not earlier: a rank that alone has other sizes fails, and its count of steps must stay equal to the others'.
-void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
+// Not earlier: a rank that alone has other shapes fails, and its count of steps must stay equal to the others'.
+void Residuals::agreed(const Key& key, const Tensors& tensors) {
   const MutexLock lock(mutex_);
   const std::shared_ptr<Record> record = find(key);
-  if (record && !fits(record.get(), sizes)) records_.erase(key_);
+  if (record && !fits(record.get(), tensors)) records_.erase(key_);
 }
 
-Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
-                                 uint64_t layout, Flush flush, double learning_rate) {
+Residuals::Lease Residuals::take(const Key& key, const Tensors& tensors, const CompressionTerms& terms, uint64_t layout,
+                                 Flush flush, double learning_rate) {
   const MutexLock lock(mutex_);
   std::shared_ptr<Record> record = find(key);
+  if (record && !fits(record.get(), tensors)) record = nullptr;  // written since agreed()
   if (record) {
     record->step_with(learning_rate);
-    record->low_rank.resize(sizes.size());
+    record->low_rank.resize(tensors.sizes.size());
     if (flush != Flush::kNone) {
       record->settle();
       for (kernels::LowRankMemory& each : record->low_rank) each.q.clear();
@@ -141,10 +147,12 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
     return Lease(record);
   }
   if (!record) {
-    records_[key_] = record = make(key, sizes);
+    records_[key_] = record = make(key, tensors);
     record->step_with(learning_rate);
-    record->low_rank.resize(sizes.size());
+    record->low_rank.resize(tensors.sizes.size());
   }
+  record->shapes = tensors.shapes;
+  record->dtypes = tensors.dtypes;
   record->terms = terms;
   record->layout = division(terms, layout);
   record->loaded = false;
@@ -215,12 +223,12 @@ void Residuals::forget_if(const Which& which) {
   for (auto it = records_.begin(); it != records_.end();) it = which(*it->second) ? records_.erase(it) : std::next(it);
 }
 
-size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layout) {
+size_t Residuals::read(const Key& key, float* data, size_t room, Place* place) {
   const MutexLock lock(mutex_);
   Record* record = idle(key);
   if (record == nullptr || !record->holds) return 0;
   const size_t count = record->begins.back();
-  *layout = record->layout;
+  *place = {record->layout, record->shapes};
   if (data == nullptr) return count;
   if (room != 2 * count)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' holds back " + std::to_string(2 * count) +
@@ -230,17 +238,18 @@ size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layou
   return count;
 }
 
-void Residuals::write(const Key& key, const float* data, size_t room, uint64_t layout) {
+void Residuals::write(const Key& key, const float* data, size_t room, const Place& place) {
   const MutexLock lock(mutex_);
   const Record* before = idle(key);
   if (room == 0 || room % 2 != 0)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' cannot hold back " + std::to_string(room) +
                                           " numbers: expected two for each element");
   const uint64_t steps = before == nullptr ? 0 : before->steps;
-  const std::shared_ptr<Record> record = records_[key_] = make(key, {room / 2});
+  const std::shared_ptr<Record> record = records_[key_] = make(key, {{room / 2}});
   std::memcpy(record->memory.get(), data, room * sizeof(float));
   record->steps = steps;
-  record->layout = layout;
+  record->layout = place.layout;
+  record->shapes = place.shapes;
   record->holds = record->loaded = true;
 }
 

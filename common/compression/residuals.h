@@ -32,6 +32,12 @@ class Residuals {
     uint32_t group;  // its channels
     const std::string& name;
   };
+  // What a request's tensors are.
+  struct Tensors {
+    std::vector<size_t> sizes;  // in elements
+    uint64_t shapes = 0;        // identifies what lies where in memory, the same in every run; 0 = not known
+    uint64_t dtypes = 0;        // identifies them; 0 = not known
+  };
   struct Record {
     ~Record();
     // For the elements of tensor i; pages that no codec touches take no memory.
@@ -75,6 +81,7 @@ class Residuals {
     bool flushes = false;         // at the next reduction
     bool loaded = false;          // by write(), and not used yet: `terms` and the tensors' sizes are unknown
     bool momenta_spoilt = false;  // not every optimizer has applied the last result
+    uint64_t shapes = 0, dtypes = 0;  // see Tensors
   };
 
   // Keeps a record for an operation under way; meanwhile nobody else reads or replaces its content.
@@ -102,14 +109,14 @@ class Residuals {
     std::shared_ptr<Record> record_;
   };
 
-  // The flush that the next reduction of these sizes (in elements) needs: if `terms` have changed, the first reduction
+  // The flush that the next reduction of these tensors needs: if `terms` or dtypes have changed, the first reduction
   // with the new ones sends the residuals. `layout` returns the number of the present division. `*dropped`: there is a
-  // residual of other sizes, which is dropped once all ranks have agreed on these.
-  Flush due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
+  // residual of other shapes, which is dropped once all ranks have agreed on these.
+  Flush due(const Key& key, const Tensors& tensors, const CompressionTerms& terms,
             const std::function<uint64_t()>& layout, bool* dropped);
-  // For a reduction that is about to start, of sizes that all ranks have agreed on: drops a residual of other sizes.
-  void agreed(const Key& key, const std::vector<size_t>& sizes);
-  // For a reduction that may need the residual, which is zero at first, and again when the sizes have changed. Null if
+  // For a reduction that is about to start, of tensors that all ranks have agreed on: drops a residual of other shapes.
+  void agreed(const Key& key, const Tensors& tensors);
+  // For a reduction that may need the residual, which is zero at first, and again when the shapes have changed. Null if
   // the codec keeps no residual and there is none: a flush removes the record of such a codec. What was held back is
   // worth as much to the parameters as in the step that held it back: so it is multiplied by that step's learning rate
   // over this one's (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with
@@ -117,8 +124,8 @@ class Residuals {
   // what it is given until the rate rises again. A `learning_rate` of 0, or one that is not finite, is not known, or
   // moves nothing: then what was held back stays as it is. So it does where the sign changes, because a negative one
   // is something else; see perseus_request.
-  Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
-             Flush flush, double learning_rate);
+  Lease take(const Key& key, const Tensors& tensors, const CompressionTerms& terms, uint64_t layout, Flush flush,
+             double learning_rate);
   // What was taken counts as not taken: the reduction did not begin.
   void give_back(const Lease& lease);
   // Does the record know the momenta of the last step? If some rank's does not, all begin anew: see begin_momenta().
@@ -140,12 +147,17 @@ class Residuals {
   void forget_group(uint32_t group);
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
+  // What a residual belongs to, for write().
+  struct Place {
+    uint64_t layout = 0;  // of chunks
+    uint64_t shapes = 0;  // see Tensors
+  };
   // Returns the number of elements under a name; 0 = no residual. If `data` is not null, it has room for `room` = twice
   // as many floats: for what this rank sends, then for the results that it owns. Throws Error(kInvalidArgument) while
   // an operation of that name is under way, and for another `room`.
-  size_t read(const Key& key, float* data, size_t room, uint64_t* layout);
-  // Replaces the residual under a name, whatever its tensors' sizes are.
-  void write(const Key& key, const float* data, size_t room, uint64_t layout);
+  size_t read(const Key& key, float* data, size_t room, Place* place);
+  // Replaces the residual under a name, whatever its tensors are.
+  void write(const Key& key, const float* data, size_t room, const Place& place);
 
  private:
   // Null if there is none; key_ is then its key.
@@ -153,7 +165,7 @@ class Residuals {
   Record* idle(const Key& key) PERSEUS_REQUIRES(mutex_);
   template <class Which>
   void forget_if(const Which& which);
-  std::shared_ptr<Record> make(const Key& key, const std::vector<size_t>& sizes);
+  std::shared_ptr<Record> make(const Key& key, const Tensors& tensors);
   std::unique_ptr<float[], Record::Free> zeros(const std::string& name, size_t count);
 
   std::atomic<size_t> bytes_{0};

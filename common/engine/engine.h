@@ -120,9 +120,10 @@ class Engine final : private ProgressWork {
   void forget_momenta(uint64_t owner) { residuals_.spoil_momenta(owner); }
   // See perseus_residuals_flush, perseus_residual_read and perseus_residual_write.
   void flush_residuals() { residuals_.flush(); }
-  size_t read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room, uint64_t* layout);
+  size_t read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room,
+                       Residuals::Place* place);
   void write_residual(uint64_t owner, int group, const std::string& name, const float* data, size_t room,
-                      uint64_t layout);
+                      const Residuals::Place& place);
 
   // See perseus_context_shutdown.
   void shutdown();

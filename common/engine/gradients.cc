@@ -74,8 +74,8 @@ void Engine::warn_about_precision(const std::vector<int>& ranks) {
 
 void Engine::ask_for_flush(const Submission& s, const ProcessSet& group, Description* d) {
   if (d->kind != Kind::kAllreduce || (d->op != ReduceOp::kSum && d->op != ReduceOp::kAverage)) return;
-  std::vector<size_t> sizes;
-  for (const TensorDescription& tensor : d->tensors) sizes.push_back(static_cast<size_t>(tensor.count()));
+  Residuals::Tensors tensors;
+  describe_tensors(*d, &tensors);
   const auto layout = [&] {
     const int size = static_cast<int>(group.ranks().size());
     return topology_.layout(tensor_bytes(*d), undivided(size, group.index()),
@@ -83,10 +83,10 @@ void Engine::ask_for_flush(const Submission& s, const ProcessSet& group, Descrip
   };
   bool dropped = false;
   const std::string name = s.name;
-  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes, d->compression, layout, &dropped);
+  d->flush = residuals_.due({s.gradient_of, group.id(), name}, tensors, d->compression, layout, &dropped);
   if (dropped && !warned_about_dropped_.exchange(true))
     log_.warning("[codec] '" + name +
-                 "' has other sizes than before: what was held back of it is given up. (Of others "
+                 "' has another shape or memory order than before: what was held back of it is given up. (Of others "
                  "that change, too; this is said once.)");
 }
 
@@ -119,13 +119,13 @@ uint32_t Engine::channel_of(int group) const {
 }
 
 size_t Engine::read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room,
-                             uint64_t* layout) {
-  return residuals_.read({owner, channel_of(group), name}, data, room, layout);
+                             Residuals::Place* place) {
+  return residuals_.read({owner, channel_of(group), name}, data, room, place);
 }
 
 void Engine::write_residual(uint64_t owner, int group, const std::string& name, const float* data, size_t room,
-                            uint64_t layout) {
-  residuals_.write({owner, channel_of(group), name}, data, room, layout);
+                            const Residuals::Place& place) {
+  residuals_.write({owner, channel_of(group), name}, data, room, place);
 }
 
 void Engine::forget_gradients(uint64_t owner) {

@@ -144,7 +144,7 @@ void Execution::place_in_buckets(const std::vector<Entry*>& ready, const Tuner::
     const Description& d = entry->description;
     switch (d.kind) {
       case Kind::kAllreduce:
-        give_up_other_sizes(*entry);
+        give_up_other_shapes(*entry);
         choose_codecs(*entry);
         place(entry);
         for (size_t i = 0; i < d.tensors.size(); ++i) add_reduction(entry, i, codecs_[i]);

@@ -194,8 +194,8 @@ void Execution::add_low_rank(Entry* entry, size_t tensor, const Levels& levels, 
 void Execution::take_residuals(Entry* entry) {
   if (entry->residuals || settings_.residuals == nullptr || entry->stand_in) return;
   const Description& d = entry->description;
-  set_sizes(d);
-  entry->residuals = settings_.residuals->take({entry->gradient_of, number_, *entry->text}, sizes_, d.compression,
+  describe_tensors(d, &tensors_);
+  entry->residuals = settings_.residuals->take({entry->gradient_of, number_, *entry->text}, tensors_, d.compression,
                                                settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)),
                                                d.flush, entry->learning_rate);
   if (entry->residuals && d.compression.momentum != 0)
@@ -205,15 +205,10 @@ void Execution::take_residuals(Entry* entry) {
   entry->residuals->join_parts(static_cast<float>(reduction.postscale / reduction.divisor));
 }
 
-void Execution::set_sizes(const Description& description) {
-  sizes_.clear();
-  for (const TensorDescription& each : description.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
-}
-
-void Execution::give_up_other_sizes(const Entry& entry) {
+void Execution::give_up_other_shapes(const Entry& entry) {
   if (settings_.residuals == nullptr || settings_.residuals->bytes() == 0 || entry.stand_in) return;
-  set_sizes(entry.description);
-  settings_.residuals->agreed({entry.gradient_of, number_, *entry.text}, sizes_);
+  describe_tensors(entry.description, &tensors_);
+  settings_.residuals->agreed({entry.gradient_of, number_, *entry.text}, tensors_);
 }
 
 // Those of an allreduce's tensors. NCCL sums floats as they are between hosts, too, unless somebody wants something

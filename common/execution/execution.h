@@ -197,8 +197,7 @@ class Execution {
   void add_low_rank(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec)
       PERSEUS_REQUIRES(progress_lock);
   void take_residuals(Entry* entry) PERSEUS_REQUIRES(progress_lock);
-  void give_up_other_sizes(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
-  void set_sizes(const Description& description) PERSEUS_REQUIRES(progress_lock);
+  void give_up_other_shapes(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   void choose_codecs(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   CodecSpec codec_of(const Entry& entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
   const WireFormat* format_of(const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
@@ -255,7 +254,7 @@ class Execution {
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_ PERSEUS_GUARDED_BY(progress_lock);
   const WholeFormat whole_;
   cuda::LastingMemory page_locked_ PERSEUS_GUARDED_BY(progress_lock);  // of what is held back of gradients on GPUs
-  std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);        // of one entry's tensors
+  Residuals::Tensors tensors_ PERSEUS_GUARDED_BY(progress_lock);       // of one entry
   std::vector<CodecSpec> codecs_ PERSEUS_GUARDED_BY(progress_lock);    // likewise
   bool between_by_nccl_ PERSEUS_GUARDED_BY(progress_lock) = false;     // NCCL sums this entry's tensors between hosts
   // By gradient, at a percentage between 0 and 100: does it go by NCCL? Each one keeps to its way, so that its bits are

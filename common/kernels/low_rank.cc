@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/error.h"
 #include "kernels/codec_kernels.h"
 #include "kernels/float_mode.h"
 #include "kernels/variant.h"
@@ -49,6 +50,8 @@ void project(const float* w, MatrixShape shape, const float* q, size_t rank, flo
 
 void add_and_project(const float* x, float carry, const Product& sent, float* w, MatrixShape shape, const float* q,
                      size_t rank, float* p) {
+  if (!sent.empty() && (sent.shape.rows != shape.rows || sent.shape.cols != shape.cols))
+    fail(ErrorKind::kInternal, "[kernels] a product of another shape was taken from this matrix");
   const size_t together = std::max<size_t>(1, kCached / shape.cols);
   for (size_t row = 0; row < shape.rows; row += together) {
     const MatrixShape some{std::min(together, shape.rows - row), shape.cols};

@@ -5,6 +5,8 @@
 #include <sstream>
 #include <string_view>
 
+#include "base/hash.h"
+
 namespace perseus {
 
 static_assert(lists_every_member<CodecSpec>() && lists_every_member<TensorDescription>() &&
@@ -35,6 +37,25 @@ std::vector<size_t> tensor_bytes(const Description& description) {
   std::vector<size_t> bytes;
   for (const TensorDescription& tensor : description.tensors) bytes.push_back(tensor.bytes());
   return bytes;
+}
+
+// Of tensors that are not floating nothing is held back: they count as others.
+void describe_tensors(const Description& description, Residuals::Tensors* tensors) {
+  uint64_t shapes = kFnvBasis, dtypes = kFnvBasis;
+  const auto add = [](uint64_t* hash, int64_t number) {
+    for (int byte = 0; byte < 8; ++byte)
+      *hash = (*hash ^ (static_cast<uint64_t>(number) >> (8 * byte) & 0xff)) * kFnvPrime;
+  };
+  tensors->sizes.clear();
+  for (const TensorDescription& tensor : description.tensors) {
+    tensors->sizes.push_back(static_cast<size_t>(tensor.count()));
+    add(&shapes, static_cast<int64_t>(2 * tensor.shape.size() + (dtype_is_float(tensor.dtype) ? 1 : 0)));
+    for (const int64_t extent : tensor.shape) add(&shapes, extent);
+    add(&dtypes, static_cast<int64_t>(tensor.dtype));
+  }
+  for (const int dimension : description.ranks) add(&shapes, dimension);
+  tensors->shapes = std::max<uint64_t>(shapes, 1);
+  tensors->dtypes = std::max<uint64_t>(dtypes, 1);
 }
 
 namespace {

@@ -143,6 +143,9 @@ inline int64_t scattered_rows(int64_t rows, int64_t ranks, int64_t r) {
 // Of every tensor, in bytes.
 std::vector<size_t> tensor_bytes(const Description& description);
 
+// What residuals of its tensors belong to.
+void describe_tensors(const Description& description, Residuals::Tensors* tensors);
+
 // Would a rank that announced `agreed` be served by one that now brings `now`?
 bool same_request(const Description& agreed, const Description& now);
 

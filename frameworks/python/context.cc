@@ -15,6 +15,8 @@ namespace py = pybind11;
 namespace perseus::python {
 namespace {
 
+constexpr int kLayoutBits = 64;  // of a residual's layout; above them are the tensors' shapes
+
 struct Interruption {
   PyObject* ask = Py_None;  // the caller's
   bool seen = false;        // and an exception is set
@@ -217,10 +219,11 @@ py::object ContextOwner::read_residual(uint64_t gradient_of, int group, const st
   if (!data) throw py::error_already_set();
   residual.data = reinterpret_cast<float*>(PyByteArray_AS_STRING(data.ptr()));
   check(perseus_residual_read(get(), &residual));
-  return py::make_tuple(residual.layout, data);
+  const py::int_ layout(residual.layout), shapes(residual.shapes);
+  return py::make_tuple(layout | (shapes << py::int_(kLayoutBits)), data);
 }
 
-void ContextOwner::write_residual(uint64_t gradient_of, int group, const std::string& name, uint64_t layout,
+void ContextOwner::write_residual(uint64_t gradient_of, int group, const std::string& name, const py::int_& layout,
                                   const py::buffer& data) const {
   const py::buffer_info floats = data.request();
   perseus_residual residual = {};
@@ -230,7 +233,10 @@ void ContextOwner::write_residual(uint64_t gradient_of, int group, const std::st
   residual.name = name.c_str();
   residual.data = static_cast<float*>(floats.ptr);
   residual.count = static_cast<size_t>(floats.size * floats.itemsize) / sizeof(float);
-  residual.layout = layout;
+  const py::int_ bits(kLayoutBits);
+  const py::object shapes = layout >> bits;
+  residual.shapes = shapes.cast<uint64_t>();
+  residual.layout = py::object(layout - (shapes << bits)).cast<uint64_t>();
   check(perseus_residual_write(get(), &residual));
 }
 
@@ -325,7 +331,7 @@ void bind_context(py::module_& module) {
       .def(
           "write_residual",
           [](const ContextOwner& self, uint64_t gradient_of, int group, const std::string& name, bool grouped,
-             uint64_t layout, const py::buffer& data) {
+             const py::int_& layout, const py::buffer& data) {
             self.write_residual(gradient_of, group, allreduce_name(name, grouped), layout, data);
           },
           py::arg("gradient_of"), py::arg("group"), py::arg("name"), py::arg("grouped"), py::arg("layout"),

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/error.h"
 #include "codec/low_rank.h"
 #include "operation.h"
 #include "variants.h"
@@ -86,6 +87,14 @@ TEST(LowRankKernels, AreTheProductsWithTheSameBitsOnEveryVariant) {
       select_variant("auto");
     }
   }
+}
+
+TEST(LowRankKernels, RefuseAProductOfAnotherShape) {
+  constexpr MatrixShape kShape{64, 48};
+  Floats w = noise(1, 64 * 48), p(64 * 2);
+  const Floats x = noise(2, w.size()), q = noise(3, 2 * 48);
+  const Product product{{48, 64}, 2, noise(4, 48 * 2), noise(5, 2 * 64)};
+  EXPECT_THROW(add_and_project(x.data(), 1, product, w.data(), kShape, q.data(), 2, p.data()), perseus::Error);
 }
 
 TEST(LowRankKernels, AddingOnTheWayGivesTheSameBits) {
@@ -320,6 +329,27 @@ TEST(LowRankSum, OnlyTheNarrowMatricesTravel) {
       groups_of(1));
   EXPECT_GT(bytes, 4U * 4 * (64 + 48));
   EXPECT_LT(bytes, 4U * 4 * (64 + 48) + 1000);
+}
+
+// As many elements, but neither what is held nor the vectors of the step before are theirs.
+TEST(LowRankSum, OfAnotherShapeBeginsAnew) {
+  constexpr int64_t kOther[] = {48, 64};
+  std::vector<Floats> results[2];  // without and with a step of the first shape
+  for (const bool changes : {false, true})
+    run_world(
+        all_media()[0], 2,
+        [&](int rank, perseus_context* context) {
+          if (changes) reduce(context, noise(static_cast<uint64_t>(rank), kCount), 2);
+          for (int step = 1; step < 3; ++step) {
+            Floats x = noise(static_cast<uint64_t>(100 * step + rank), kCount);
+            const perseus_tensor tensor{x.data(), x.data(), kOther, 2, PERSEUS_FLOAT32};
+            const Outcome outcome = run(context, request_for(&tensor, 1, PERSEUS_CODEC_POWERSGD, 2));
+            EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            if (rank == 0) results[changes].push_back(x);
+          }
+        },
+        groups_of(1));
+  EXPECT_EQ(results[0], results[1]);
 }
 
 // What a rank has loaded has no vectors that others could go on with: a step without the codec makes all alike.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -64,7 +65,7 @@ Floats reduce(perseus_context* context, Floats x, const Codec& codec) {
 
 struct Held {
   Floats data;  // what is sent next, then what is owned
-  uint64_t layout = 0;
+  uint64_t layout = 0, shapes = 0;
   float sent(size_t i) const { return data.empty() ? 0.0F : data[i]; }
   float owned(size_t i) const { return data.empty() ? 0.0F : data[kCount + i]; }
 };
@@ -77,6 +78,7 @@ perseus_residual residual_of(Held* held) {
   residual.data = held->data.empty() ? nullptr : held->data.data();
   residual.count = held->data.size();
   residual.layout = held->layout;
+  residual.shapes = held->shapes;
   return residual;
 }
 
@@ -86,6 +88,7 @@ Held held_by(perseus_context* context) {
     perseus_residual residual = residual_of(&held);
     EXPECT_EQ(perseus_residual_read(context, &residual), PERSEUS_OK) << perseus_error_message();
     held.layout = residual.layout;
+    held.shapes = residual.shapes;
     held.data.resize(residual.count);
   }
   return held;
@@ -334,6 +337,118 @@ TEST(Residual, OfOtherSizesIsGivenUp) {
       in_groups_of(1));
 }
 
+// As many elements, of which each lies elsewhere.
+struct Form {
+  Shape shape;
+  std::vector<int> order;  // of dimensions in memory
+};
+const Form kTall{{250, 160}, {}}, kWide{{160, 250}, {}}, kTransposed{{250, 160}, {1, 0}};
+
+Floats gradient_of_form(int step, int rank) {
+  Floats x = gradient(step, rank);
+  x.resize(250 * 160);
+  return x;
+}
+
+template <class Value>
+void reduce_as(const Form& form, perseus_dtype dtype, perseus_context* context, const Codec& codec,
+               std::vector<Value>* x) {
+  const perseus_tensor tensor{x->data(), x->data(), form.shape.data(), 2, dtype};
+  perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
+  request.op = PERSEUS_AVERAGE;
+  request.gradient_of = 1;
+  request.ranks = form.order.data();
+  request.rank_count = static_cast<int>(form.order.size());
+  request.codec = codec.codec;
+  request.codec_argument = codec.argument;
+  const Outcome outcome = run(context, request);
+  EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+}
+
+Floats reduced_as(const Form& form, perseus_context* context, const Codec& codec, int step, int rank) {
+  Floats x = gradient_of_form(step, rank);
+  reduce_as(form, PERSEUS_FLOAT32, context, codec, &x);
+  return x;
+}
+
+Floats mean_of_two(int step) {
+  Floats mean = gradient_of_form(step, 0);
+  const Floats other = gradient_of_form(step, 1);
+  for (size_t i = 0; i < mean.size(); ++i) mean[i] = (mean[i] + other[i]) / 2;
+  return mean;
+}
+
+TEST(Residual, OfAnotherShapeOrMemoryOrderIsGivenUp) {
+  for (const Form& other : {kWide, kTransposed})
+    run_world(
+        all_media()[0], 2,
+        [&](int rank, perseus_context* context) {
+          reduced_as(kTall, context, kTopK, 0, rank);
+          EXPECT_FALSE(held_by(context).data.empty());
+          EXPECT_EQ(reduced_as(other, context, kExact, 1, rank), mean_of_two(1));
+          EXPECT_TRUE(held_by(context).data.empty());
+        },
+        in_groups_of(1));
+}
+
+TEST(Residual, ThatWasLoadedGoesToNoOtherShapeOrMemoryOrder) {
+  for (const Form& other : {kTall, kWide, kTransposed})
+    for (const bool known : {true, false}) {
+      SCOPED_TRACE(testing::Message() << other.shape[0] << ' ' << other.order.size() << ' ' << known);
+      std::vector<Held> held(2);
+      run_world(
+          all_media()[0], 2,
+          [&](int rank, perseus_context* context) {
+            reduced_as(kTall, context, kTopK, 0, rank);
+            held[rank] = held_by(context);
+            EXPECT_NE(held[rank].shapes, 0U);
+            if (!known) held[rank].shapes = 0;
+          },
+          in_groups_of(1));
+      Floats expected = mean_of_two(1);
+      const size_t count = expected.size();
+      const bool is_sent = !known || (other.shape == kTall.shape && other.order.empty());
+      for (size_t i = 0; is_sent && i < count; ++i)
+        expected[i] += (held[0].data[i] + held[1].data[i]) / 2 + held[0].data[count + i] + held[1].data[count + i];
+      run_world(
+          all_media()[0], 2,
+          [&](int rank, perseus_context* context) {
+            give(context, held[rank]);
+            EXPECT_EQ(reduced_as(other, context, kExact, 1, rank), expected);
+            EXPECT_TRUE(held_by(context).data.empty());
+          },
+          in_groups_of(1));
+    }
+}
+
+// As bfloat16 the tensor is too small for the codec.
+TEST(Residual, IsSentWhenTheTypeChanges) {
+  WorldOptions options = in_groups_of(1);
+  options.overrides[0] = "LIGHT_TOPK_THRESHOLD=100000";
+  std::vector<Held> held(2);
+  std::vector<uint16_t> result;
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        for (int step = 0; step < 2; ++step) reduced_as(kTall, context, kTopK, step, rank);
+        held[rank] = held_by(context);
+        std::vector<uint16_t> x(250 * 160);
+        reduce_as(kTall, PERSEUS_BFLOAT16, context, kTopK, &x);
+        EXPECT_TRUE(held_by(context).data.empty());
+        if (rank == 0) result = x;
+      },
+      options);
+  const size_t count = result.size();
+  for (size_t i = 0; i < count; ++i) {
+    // And 0, so that there is no -0.
+    const float expected =
+        (held[0].data[i] + held[1].data[i]) / 2 + held[0].data[count + i] + held[1].data[count + i] + 0.0F;
+    uint32_t bits;
+    std::memcpy(&bits, &expected, sizeof bits);
+    ASSERT_EQ(result[i], (bits + 0x7fffU + (bits >> 16 & 1)) >> 16) << i;
+  }
+}
+
 TEST(Residual, AndStepsOutliveARequestThatRanksDisagreeAbout) {
   std::vector<Floats> results[2];  // without and with one
   for (bool trips : {false, true}) {
@@ -455,9 +570,10 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
   const perseus::Residuals::Key key{1, 0, name};
   perseus::CompressionTerms terms;
   terms.codec.kind = perseus::CodecKind::kInt8;
-  uint64_t layout = 0;
-  EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 0U);
-  auto record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone, 0);
+  const perseus::Residuals::Tensors tensors{{3, 4}};
+  perseus::Residuals::Place place;
+  EXPECT_EQ(residuals.read(key, nullptr, 0, &place), 0U);
+  auto record = residuals.take(key, tensors, terms, 17, perseus::Flush::kNone, 0);
   const auto refusal = [&](const auto& action) -> std::string {
     try {
       action();
@@ -467,19 +583,19 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
     return "";
   };
   Floats data(14, 1.0F);
-  EXPECT_NE(refusal([&] { residuals.read(key, nullptr, 0, &layout); }).find("under way"), std::string::npos);
-  EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 14, 17); }).find("under way"), std::string::npos);
+  EXPECT_NE(refusal([&] { residuals.read(key, nullptr, 0, &place); }).find("under way"), std::string::npos);
+  EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 14, {17, 0}); }).find("under way"), std::string::npos);
   record.reset();
-  EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 7U);
-  EXPECT_EQ(layout, 17U);
-  EXPECT_NE(refusal([&] { residuals.read(key, data.data(), 13, &layout); }).find("14"), std::string::npos);
-  EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 13, 17); }).find("two for each"), std::string::npos);
-  record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone, 0);
+  EXPECT_EQ(residuals.read(key, nullptr, 0, &place), 7U);
+  EXPECT_EQ(place.layout, 17U);
+  EXPECT_NE(refusal([&] { residuals.read(key, data.data(), 13, &place); }).find("14"), std::string::npos);
+  EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 13, {17, 0}); }).find("two for each"), std::string::npos);
+  record = residuals.take(key, tensors, terms, 17, perseus::Flush::kNone, 0);
   perseus::Residuals::Lease copy = record;
   record.reset();
-  EXPECT_NE(refusal([&] { residuals.read(key, nullptr, 0, &layout); }).find("under way"), std::string::npos);
+  EXPECT_NE(refusal([&] { residuals.read(key, nullptr, 0, &place); }).find("under way"), std::string::npos);
   copy.reset();
-  EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 7U);
+  EXPECT_EQ(residuals.read(key, nullptr, 0, &place), 7U);
   EXPECT_GT(residuals.bytes(), 0U);
   residuals.forget(1);
   EXPECT_EQ(residuals.bytes(), 0U);
@@ -493,7 +609,7 @@ struct Taken {
   perseus::Residuals::Lease take(double learning_rate) {
     perseus::CompressionTerms terms;
     terms.codec.kind = perseus::CodecKind::kInt8;
-    return residuals.take({1, 0, name}, {3, 4}, terms, 17, perseus::Flush::kNone, learning_rate);
+    return residuals.take({1, 0, name}, {{3, 4}}, terms, 17, perseus::Flush::kNone, learning_rate);
   }
 };
 
@@ -513,7 +629,7 @@ TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
   EXPECT_EQ(carry(0.25), 1.0F) << "a rate again";
   EXPECT_EQ(carry(0.125), 2.0F);
   const Floats data(14, 1.0F);
-  taken.residuals.write({1, 0, taken.name}, data.data(), 14, 17);
+  taken.residuals.write({1, 0, taken.name}, data.data(), 14, {17, 0});
   EXPECT_EQ(carry(0.5), 1.0F) << "a loaded one has no rate";
   EXPECT_EQ(carry(0.25), 2.0F);
 }
@@ -542,13 +658,13 @@ TEST(Residual, IsForgottenWithItsGroup) {
   perseus::CompressionTerms terms;
   terms.codec.kind = perseus::CodecKind::kInt8;
   const std::string name = "g";
-  for (const uint32_t group : {3, 4}) residuals.take({0, group, name}, {5}, terms, 17, perseus::Flush::kNone, 0);
+  for (const uint32_t group : {3, 4}) residuals.take({0, group, name}, {{5}}, terms, 17, perseus::Flush::kNone, 0);
   const size_t both = residuals.bytes();
   residuals.forget_group(3);
   EXPECT_EQ(residuals.bytes(), both / 2);
-  uint64_t layout = 0;
-  EXPECT_EQ(residuals.read({0, 3, name}, nullptr, 0, &layout), 0U);
-  EXPECT_EQ(residuals.read({0, 4, name}, nullptr, 0, &layout), 5U);
+  perseus::Residuals::Place place;
+  EXPECT_EQ(residuals.read({0, 3, name}, nullptr, 0, &place), 0U);
+  EXPECT_EQ(residuals.read({0, 4, name}, nullptr, 0, &place), 5U);
 }
 
 TEST(Residual, OfAReductionThatDidNotBeginIsCarriedAsBefore) {
@@ -573,18 +689,18 @@ TEST(Residual, AReaderSeesAllThatAnOperationHasLeft) {
   std::atomic<bool> done{false};
   std::thread operations([&] {
     for (int step = 1; step <= 300; ++step) {
-      auto lease = residuals.take(key, {kElements}, terms, 17, perseus::Flush::kNone, 0);
+      auto lease = residuals.take(key, {{kElements}}, terms, 17, perseus::Flush::kNone, 0);
       for (size_t i = 0; i < 2 * kElements; ++i) lease->sent(0)[i] = static_cast<float>(step);
     }
     done = true;
   });
   Floats data(2 * kElements);
-  uint64_t layout = 0;
+  perseus::Residuals::Place place;
   float last = 0;
   for (bool more = true; more;) {
     more = !done;
     try {
-      if (residuals.read(key, data.data(), data.size(), &layout) == 0) continue;
+      if (residuals.read(key, data.data(), data.size(), &place) == 0) continue;
     } catch (const perseus::Error&) {
       continue;  // under way
     }

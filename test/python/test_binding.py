@@ -245,6 +245,13 @@ def test_extents_of_one_may_have_any_stride(single):
     assert single.reduce("odd", tensor).tolist() == [[[0.0], [1.0], [2.0]]]
 
 
+@pytest.mark.parametrize("layout", [7, (1 << 64) - 1, (5 << 64) | 7, (1 << 128) - 2])
+def test_a_residual_keeps_its_layout_with_the_shapes_above_it(single, layout):
+    data = torch.arange(8, dtype=torch.float32).numpy().tobytes()
+    single.context.write_residual(1, 0, "g", False, layout, data)
+    assert single.context.read_residual(1, 0, "g", False) == (layout, data)
+
+
 def test_names(single):
     with pytest.raises(ValueError, match="NUL"):
         single.submit(ALLREDUCE, "a\0b", torch.ones(1), torch.ones(1))
