@@ -151,6 +151,8 @@ Residuals::Lease Residuals::take(const Key& key, const Tensors& tensors, const C
     record->step_with(learning_rate);
     record->low_rank.resize(tensors.sizes.size());
   }
+  record->held.resize(tensors.sizes.size());
+  if (flush != Flush::kNone) record->held.assign(tensors.sizes.size(), false);
   record->shapes = tensors.shapes;
   record->dtypes = tensors.dtypes;
   record->terms = terms;
@@ -160,6 +162,12 @@ Residuals::Lease Residuals::take(const Key& key, const Tensors& tensors, const C
   if (!record->holds) record->flushes = false;
   ++record->steps;
   return Lease(record);
+}
+
+bool Residuals::holds(const Key& key, size_t tensor) {
+  const MutexLock lock(mutex_);
+  const std::shared_ptr<Record> record = find(key);
+  return record && tensor < record->held.size() && record->held[tensor];
 }
 
 void Residuals::give_back(const Lease& lease) {

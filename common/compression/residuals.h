@@ -82,6 +82,7 @@ class Residuals {
     bool loaded = false;          // by write(), and not used yet: `terms` and the tensors' sizes are unknown
     bool momenta_spoilt = false;  // not every optimizer has applied the last result
     uint64_t shapes = 0, dtypes = 0;  // see Tensors
+    std::vector<bool> held;           // of each tensor: something may be, by what a codec has sent since the last flush
   };
 
   // Keeps a record for an operation under way; meanwhile nobody else reads or replaces its content.
@@ -126,6 +127,8 @@ class Residuals {
   // is something else; see perseus_request.
   Lease take(const Key& key, const Tensors& tensors, const CompressionTerms& terms, uint64_t layout, Flush flush,
              double learning_rate);
+  // Has a codec held something back of this tensor since the last flush?
+  bool holds(const Key& key, size_t tensor);
   // What was taken counts as not taken: the reduction did not begin.
   void give_back(const Lease& lease);
   // Does the record know the momenta of the last step? If some rank's does not, all begin anew: see begin_momenta().

@@ -31,6 +31,8 @@ class AutoCodecs {
     int codec = 0;        // its place in kAutoKinds
     bool yields = false;  // an exact one would be chosen, were nothing held back: so the next reduction should flush
   };
+  // Gradients of several owners may have one name. It knows what the last one of them holds back, so the caller sees to
+  // the others'.
   // For a request's tensor of so many bytes. One that has something held back keeps its codec, until a reduction that
   // flushes, if the next one would have no use for that. `least`: see choose_codec(). `staged`: only shards cross the
   // links.

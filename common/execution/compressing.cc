@@ -94,7 +94,10 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
   const WireFormat* inside = fit.compressed_inside ? format_of(settings_.precision) : nullptr;
   if (format->keeps_residual()) take_residuals(entry);
-  if (entry->residuals) entry->residuals->settle(tensor);
+  if (entry->residuals) {
+    entry->residuals->settle(tensor);
+    if (!fit.flushes && format->keeps_residual()) entry->residuals->held[tensor] = true;
+  }
   // Among all, chunks are divided otherwise than last results.
   const bool corrects = d.compression.corrects(codec.kind) && entry->residuals && entry->residuals->momenta &&
                         d.flush != Flush::kAmongAll;
@@ -271,8 +274,14 @@ CodecSpec Execution::codec_of(const Entry& entry, size_t tensor) {
     const int least = d.proportional ? kAutoCodecs - 1 : kAutoForAll;
     const bool flushes = d.flush != Flush::kNone;
     const auto [codec, yields] = automatic_->choose(*entry.text, tensor, t.bytes(), least, staged, flushes);
-    if (yields && settings_.residuals != nullptr) settings_.residuals->flush({entry.gradient_of, number_, *entry.text});
-    return settings_.auto_codecs[static_cast<size_t>(codec)];
+    const CodecSpec& chosen = settings_.auto_codecs[static_cast<size_t>(codec)];
+    if (settings_.residuals == nullptr) return chosen;
+    // The choice, alike on all ranks, goes by names. Only this rank knows whose gradient held something back under it,
+    // and one rank's flush is all ranks'.
+    const Residuals::Key key{entry.gradient_of, number_, *entry.text};
+    const bool stays = !flushes && !keeps_residual(chosen) && settings_.residuals->holds(key, tensor);
+    if (yields || stays) settings_.residuals->flush(key);
+    return chosen;
   }
   bool large = t.bytes() >= d.compression.from;
   if (between && !large && d.compression.codec.kind == CodecKind::kTopK && t.bytes() < TopKFormat::kSmallTensor)

@@ -653,6 +653,29 @@ TEST(Residual, IsCarriedByNoMoreThanTenSoonAfterAHigherRate) {
   EXPECT_EQ(carry(0.001), 10.0F);
 }
 
+// So that auto may choose for a name and tensor, whoever's gradient has held something back.
+TEST(Residual, IsKnownByOwnerAndTensorUntilAFlush) {
+  perseus::Residuals residuals;
+  perseus::CompressionTerms terms;
+  terms.codec.kind = perseus::CodecKind::kInt8;
+  terms.automatic = true;
+  const std::string name = "g";
+  const perseus::Residuals::Key first{1, 0, name}, second{2, 0, name};
+  const auto take = [&](const perseus::Residuals::Key& key, perseus::Flush flush) {
+    return residuals.take(key, {{3, 4}, 5, 6}, terms, 17, flush, 0);
+  };
+  EXPECT_FALSE(residuals.holds(first, 1));
+  take(first, perseus::Flush::kNone)->held[1] = true;
+  take(second, perseus::Flush::kNone);
+  EXPECT_TRUE(residuals.holds(first, 1));
+  EXPECT_FALSE(residuals.holds(first, 0));
+  EXPECT_FALSE(residuals.holds(second, 1));
+  take(first, perseus::Flush::kNone);
+  EXPECT_TRUE(residuals.holds(first, 1));
+  take(first, perseus::Flush::kAsDivided);
+  EXPECT_FALSE(residuals.holds(first, 1));
+}
+
 TEST(Residual, IsForgottenWithItsGroup) {
   perseus::Residuals residuals;
   perseus::CompressionTerms terms;
