@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "kernels/kernels.h"
 
 namespace perseus {
 namespace {
@@ -51,6 +52,18 @@ void Residuals::Record::step_with(double rate) {
   const double counted = std::copysign(std::max(std::abs(rate), kLeastRate * highest_rate), rate);
   if (learning_rate != 0) carry = static_cast<float>(learning_rate / counted);
   learning_rate = counted;
+}
+
+void Residuals::Record::count_by(float new_factor) {
+  if (new_factor == 0 || !std::isfinite(new_factor)) return;
+  if (factor != 0 && factor != new_factor) {
+    settle();
+    kernels::ReduceSpec scale;
+    scale.postscale = static_cast<double>(factor) / static_cast<double>(new_factor);
+    for (float* const sent : {memory.get(), momenta.get()})
+      if (const void* const source = sent) kernels::reduce(scale, sent, nullptr, &source, 1, begins.back(), false);
+  }
+  factor = new_factor;
 }
 
 void Residuals::Record::move_to(std::shared_ptr<float[]> elsewhere) {
@@ -130,13 +143,14 @@ void Residuals::agreed(const Key& key, const Tensors& tensors) {
 }
 
 Residuals::Lease Residuals::take(const Key& key, const Tensors& tensors, const CompressionTerms& terms, uint64_t layout,
-                                 Flush flush, double learning_rate) {
+                                 Flush flush, double learning_rate, float factor) {
   const MutexLock lock(mutex_);
   std::shared_ptr<Record> record = find(key);
   if (record && !fits(record.get(), tensors)) record = nullptr;  // written since agreed()
   if (record) {
     record->step_with(learning_rate);
     record->low_rank.resize(tensors.sizes.size());
+    record->count_by(factor);
     if (flush != Flush::kNone) {
       record->settle();
       for (kernels::LowRankMemory& each : record->low_rank) each.q.clear();
@@ -150,6 +164,7 @@ Residuals::Lease Residuals::take(const Key& key, const Tensors& tensors, const C
     records_[key_] = record = make(key, tensors);
     record->step_with(learning_rate);
     record->low_rank.resize(tensors.sizes.size());
+    record->count_by(factor);
   }
   record->held.resize(tensors.sizes.size());
   if (flush != Flush::kNone) record->held.assign(tensors.sizes.size(), false);

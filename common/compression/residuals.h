@@ -54,6 +54,8 @@ class Residuals {
     void step_with(double rate);
     // To page-locked memory, which a GPU reads and writes: of 2 * begins.back() floats.
     void move_to(std::shared_ptr<float[]> elsewhere);
+    // See take().
+    void count_by(float new_factor);
     // Moves an owner's residual of results into the residual of its own gradient; a result is `factor` times a sum.
     void join_parts(float factor);
 
@@ -76,12 +78,13 @@ class Residuals {
     double rate_before = 0;    // the same of the step before
     double highest_rate = 0;   // of recent steps, without a sign; see kForgets
     CompressionTerms terms;
-    uint64_t layout = 0;          // identifies the division of chunks that `memory` belongs to
-    bool holds = false;           // otherwise it is all zeros
-    bool flushes = false;         // at the next reduction
-    bool loaded = false;          // by write(), and not used yet: `terms` and the tensors' sizes are unknown
-    bool momenta_spoilt = false;  // not every optimizer has applied the last result
+    uint64_t layout = 0;              // identifies the division of chunks that `memory` belongs to
+    bool holds = false;               // otherwise it is all zeros
+    bool flushes = false;             // at the next reduction
+    bool loaded = false;              // by write(), and not used yet: `terms` and the tensors' sizes are unknown
+    bool momenta_spoilt = false;      // not every optimizer has applied the last result
     uint64_t shapes = 0, dtypes = 0;  // see Tensors
+    float factor = 0;                 // that sums are multiplied by, see take(); 0 = not known
     std::vector<bool> held;           // of each tensor: something may be, by what a codec has sent since the last flush
   };
 
@@ -124,9 +127,11 @@ class Residuals {
   // Error-Feedback"). Rates below kLeastRate of the highest recent one count as that: an optimizer's momentum keeps
   // what it is given until the rate rises again. A `learning_rate` of 0, or one that is not finite, is not known, or
   // moves nothing: then what was held back stays as it is. So it does where the sign changes, because a negative one
-  // is something else; see perseus_request.
+  // is something else; see perseus_request. For the same reason what senders hold back, which is multiplied by a
+  // step's `factor` once it is sent, is multiplied by the factor of the step that held it back over this one's; what
+  // owners hold back has been multiplied. A factor of 0 changes nothing.
   Lease take(const Key& key, const Tensors& tensors, const CompressionTerms& terms, uint64_t layout, Flush flush,
-             double learning_rate);
+             double learning_rate, float factor = 1.0F);
   // Has a codec held something back of this tensor since the last flush?
   bool holds(const Key& key, size_t tensor);
   // What was taken counts as not taken: the reduction did not begin.

@@ -198,14 +198,14 @@ void Execution::take_residuals(Entry* entry) {
   if (entry->residuals || settings_.residuals == nullptr || entry->stand_in) return;
   const Description& d = entry->description;
   describe_tensors(d, &tensors_);
+  const kernels::ReduceSpec reduction = reduction_of(d, DType::kFloat32, ranks_.size());
+  const float factor = static_cast<float>(reduction.postscale / reduction.divisor);
   entry->residuals = settings_.residuals->take({entry->gradient_of, number_, *entry->text}, tensors_, d.compression,
                                                settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)),
-                                               d.flush, entry->learning_rate);
+                                               d.flush, entry->learning_rate, factor);
   if (entry->residuals && d.compression.momentum != 0)
     settings_.residuals->begin_momenta(entry->residuals, *entry->text, d.new_momenta || d.flush == Flush::kAmongAll);
-  if (!entry->residuals || d.flush != Flush::kAmongAll) return;
-  const kernels::ReduceSpec reduction = reduction_of(d, DType::kFloat32, ranks_.size());
-  entry->residuals->join_parts(static_cast<float>(reduction.postscale / reduction.divisor));
+  if (entry->residuals && d.flush == Flush::kAmongAll) entry->residuals->join_parts(factor);
 }
 
 void Execution::give_up_other_shapes(const Entry& entry) {

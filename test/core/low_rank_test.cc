@@ -331,6 +331,32 @@ TEST(LowRankSum, OnlyTheNarrowMatricesTravel) {
   EXPECT_LT(bytes, 4U * 4 * (64 + 48) + 1000);
 }
 
+// A mean, a sum, and a step that sends the rest: with what earlier ones have left out, as they would have counted it.
+TEST(LowRankSum, WhatIsHeldKeepsItsWeightWhenTheFactorChanges) {
+  const auto gradient = [](int step, int rank) { return noise(static_cast<uint64_t>(100 * step + rank), kCount); };
+  Floats missing(kCount);
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        for (int step = 0; step < 5; ++step) {
+          Floats x = gradient(step, rank);
+          const perseus_tensor tensor{x.data(), x.data(), kShape, 3, PERSEUS_FLOAT32};
+          const bool last = step == 4;
+          perseus_request request =
+              request_for(&tensor, 1, last ? PERSEUS_CODEC_EXACT : PERSEUS_CODEC_POWERSGD, last ? 0 : 2);
+          request.op = step < 2 ? PERSEUS_AVERAGE : PERSEUS_SUM;
+          request.postscale = step < 3 ? 1 : 8;
+          const Outcome outcome = run(context, request);
+          EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          const float factor = step < 2 ? 0.5F : static_cast<float>(request.postscale);
+          for (size_t i = 0; rank == 0 && i < kCount; ++i)
+            missing[i] += factor * (gradient(step, 0)[i] + gradient(step, 1)[i]) - x[i];
+        }
+      },
+      groups_of(1));
+  EXPECT_LT(norm(missing), 1e-4 * norm(gradient(0, 0)));
+}
+
 // As many elements, but neither what is held nor the vectors of the step before are theirs.
 TEST(LowRankSum, OfAnotherShapeBeginsAnew) {
   constexpr int64_t kOther[] = {48, 64};

@@ -176,6 +176,56 @@ TEST_P(Change, OfTheCodecSendsAllThatIsHeld) {
   }
 }
 
+// Sums of what steps have given, whatever they multiply it by, are those of all gradients.
+TEST_P(Change, OfAFactorMovesWhatIsHeldAsFarAsBefore) {
+  const int inner = GetParam();
+  struct Step {
+    perseus_reduce_op op;
+    double prescale, postscale;
+  };
+  constexpr Step kSteps[] = {{PERSEUS_AVERAGE, 1, 1},
+                             {PERSEUS_SUM, 1, 1},
+                             {PERSEUS_SUM, 2, 0.125},
+                             {PERSEUS_AVERAGE, 0.5, 4},
+                             {PERSEUS_SUM, 1, -1}};
+  for (const Codec& last : {kTopK, kExact}) {
+    std::vector<Floats> results;
+    run_world(
+        all_media()[0], kRanks,
+        [&](int rank, perseus_context* context) {
+          for (size_t step = 0; step < std::size(kSteps); ++step) {
+            Floats x = gradient(static_cast<int>(step), rank);
+            const int64_t count = kCount;
+            const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
+            request.op = kSteps[step].op;
+            request.prescale = kSteps[step].prescale;
+            request.postscale = kSteps[step].postscale;
+            request.gradient_of = 1;
+            const Codec& codec = step + 1 < std::size(kSteps) ? kTopK : last;
+            request.codec = codec.codec;
+            request.codec_argument = codec.argument;
+            if (step + 1 == std::size(kSteps)) perseus_residuals_flush(context);
+            ASSERT_EQ(run(context, request).code, PERSEUS_OK) << perseus_error_message();
+            if (rank == 0) results.push_back(x);
+          }
+          EXPECT_TRUE(held_by(context).data.empty());
+        },
+        in_groups_of(inner));
+    Floats missing(kCount);
+    for (size_t step = 0; step < std::size(kSteps); ++step) {
+      const double divisor = kSteps[step].op == PERSEUS_AVERAGE ? kRanks : 1;
+      const auto factor = static_cast<float>(kSteps[step].prescale * kSteps[step].postscale / divisor);
+      for (int rank = 0; rank < kRanks; ++rank) {
+        const Floats x = gradient(static_cast<int>(step), rank);
+        for (size_t i = 0; i < kCount; ++i) missing[i] += factor * x[i];
+      }
+      for (size_t i = 0; i < kCount; ++i) missing[i] -= results[step][i];
+    }
+    for (size_t i = 0; i < kCount; ++i) ASSERT_EQ(missing[i], 0.0F) << "element " << i;
+  }
+}
+
 TEST_P(Change, AFlushOfOneRankFlushesAll) {
   for (const Codec& codec : {kTopK, kRotate, kInt8}) {
     Training before, flushed, after;
