@@ -2,6 +2,7 @@
 #include "collective/float_staging.h"
 
 #include "kernels/codec_kernels.h"
+#include "kernels/float_mode.h"
 
 namespace perseus {
 
@@ -20,6 +21,7 @@ void FloatStaging::load(std::vector<float>* memory) {
   const size_t total = parts_.empty() ? 0 : parts_.back().begin + parts_.back().count;
   if (memory->size() < total) memory->resize(total);
   memory_ = memory->data();
+  const kernels::DefaultFloatMode mode;
   for (const Part& part : parts_) {
     float* const to = memory_ + part.begin;
     if (dtype_ == DType::kFloat64) {
@@ -38,6 +40,7 @@ Piece FloatStaging::floats(size_t i) const {
 }
 
 void FloatStaging::store() const {
+  const kernels::DefaultFloatMode mode;
   for (const Part& part : parts_) {
     const float* const from = memory_ + part.begin;
     if (dtype_ == DType::kFloat64) {

@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "kernels/codec_kernels.h"
+#include "kernels/float_mode.h"
 
 namespace perseus {
 namespace {
@@ -199,8 +200,10 @@ void LowRankAllreduce::expand(Sent* sent) {
     matrix.memory->q.assign(q, q + numbers);
   }
   const float factor = static_cast<float>(reduction_.postscale / reduction_.divisor);
-  if (factor != 1.0F)
+  if (factor != 1.0F) {
+    const kernels::DefaultFloatMode mode;
     for (size_t i = 0; i < numbers; ++i) q[i] *= factor;
+  }
   kernels::expand(p, q, matrix.shape, matrix.rank, out);
 }
 

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "kernels/float_mode.h"
 #include "kernels/kernels.h"
 
 namespace perseus {
@@ -73,6 +74,7 @@ void Residuals::Record::move_to(std::shared_ptr<float[]> elsewhere) {
 }
 
 void Residuals::Record::join_parts(float factor) {
+  const kernels::DefaultFloatMode mode;
   const size_t count = begins.back();
   float *const mine = memory.get(), *const owned = mine + count;
   for (size_t i = 0; i < count; ++i) {
