@@ -403,9 +403,18 @@ def may_withhold_gradients() -> bool:
 
 
 def forget_gradients(gradient_of: int) -> None:
-    """Drop the core's sums for one optimizer; does nothing without a world."""
+    """Drop all that the core keeps for one optimizer; does nothing without a world.
+
+    Its sums over steps, residuals and momenta are gone, and its steps count from the start again.
+    """
     if _world.context is not None:
         _world.context.forget_gradients(gradient_of)
+
+
+def forget_sums(gradient_of: int) -> None:
+    """Drop the core's sums over steps for one optimizer; does nothing without a world."""
+    if _world.context is not None:
+        _world.context.forget_sums(gradient_of)
 
 
 def forget_momenta(gradient_of: int) -> None:

@@ -431,6 +431,13 @@ void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of) {
   });
 }
 
+void perseus_sums_forget(perseus_context* context, uint64_t gradient_of) {
+  in_context(context, [&](perseus::Context& c) {
+    c.engine().forget_sums(gradient_of);
+    return PERSEUS_OK;
+  });
+}
+
 void perseus_momenta_forget(perseus_context* context, uint64_t gradient_of) {
   in_context(context, [&](perseus::Context& c) {
     c.engine().forget_momenta(gradient_of);

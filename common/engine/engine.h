@@ -116,6 +116,8 @@ class Engine final : private ProgressWork {
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
+  // See perseus_sums_forget.
+  void forget_sums(uint64_t owner) { accumulation_.forget(owner); }
   // See perseus_momenta_forget.
   void forget_momenta(uint64_t owner) { residuals_.spoil_momenta(owner); }
   // See perseus_residuals_flush, perseus_residual_read and perseus_residual_write.

@@ -316,7 +316,14 @@ void bind_context(py::module_& module) {
           [](const ContextOwner& self, uint64_t gradient_of) {
             if (self.raw() != nullptr) perseus_gradients_forget(self.raw(), gradient_of);
           },
-          py::arg("gradient_of"), "Drops the sums of one optimizer.")
+          py::arg("gradient_of"),
+          "Drops all that is kept for one optimizer: sums, residuals, momenta, counts of steps.")
+      .def(
+          "forget_sums",
+          [](const ContextOwner& self, uint64_t gradient_of) {
+            if (self.raw() != nullptr) perseus_sums_forget(self.raw(), gradient_of);
+          },
+          py::arg("gradient_of"), "Drops the sums over steps of one optimizer alone.")
       .def(
           "forget_momenta",
           [](const ContextOwner& self, uint64_t gradient_of) { perseus_momenta_forget(self.get(), gradient_of); },

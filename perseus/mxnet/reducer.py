@@ -179,9 +179,7 @@ class GradientReducer(Reducer):
     def forget_sums(self) -> None:
         """Wait until all reductions have ended, then drop the core's sums, but no residuals."""
         self.wait()
-        held = self.residuals.read()
-        super().forget()
-        self.residuals.replace(held)
+        basics.forget_sums(self.number)
 
     def drop(self, key: str) -> None:
         """Drop the residual of a gradient, of which nothing may be in flight."""

@@ -188,6 +188,51 @@ TEST_P(Accumulation, OptimizersDoNotMixAndCanStartAnew) {
       steps(2));
 }
 
+TEST_P(Accumulation, SumsAloneCanStartAnew) {
+  constexpr int64_t kCount = 5000;
+  WorldOptions options = steps(2);
+  options.overrides.insert(options.overrides.end(), {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1",
+                                                     "LIGHT_TOPK_THRESHOLD=0", "LIGHT_TOPK_WARMUP_STEPS=0"});
+  run_world(
+      medium(), 2,
+      [&](int rank, perseus_context* context) {
+        std::vector<float> data(kCount);
+        const perseus_tensor tensor{data.data(), data.data(), &kCount, 1, PERSEUS_FLOAT32};
+        const auto step = [&](int number) {
+          for (size_t i = 0; i < data.size(); ++i)
+            data[i] = static_cast<float>((i * 7 + static_cast<size_t>(100 * number + rank)) % 1009);
+          perseus_request request = gradient_of(1, "w", &tensor);
+          request.codec = PERSEUS_CODEC_TOP_K;
+          request.codec_argument = 0.01;
+          return run_gradient(context, request).gradient;
+        };
+        const auto held = [&] {
+          perseus_residual residual{};
+          residual.struct_size = sizeof residual;
+          residual.gradient_of = 1;
+          residual.name = "w";
+          EXPECT_EQ(perseus_residual_read(context, &residual), PERSEUS_OK);
+          std::vector<float> found(residual.count);
+          residual.data = found.empty() ? nullptr : found.data();
+          EXPECT_EQ(perseus_residual_read(context, &residual), PERSEUS_OK);
+          return found;
+        };
+        step(0);
+        EXPECT_EQ(step(1), PERSEUS_GRADIENT_REDUCED);
+        const std::vector<float> before = held();
+        EXPECT_EQ(before.size(), static_cast<size_t>(2 * kCount));
+        EXPECT_EQ(step(2), PERSEUS_GRADIENT_HELD);
+        perseus_sums_forget(context, 1);
+        EXPECT_EQ(held(), before);
+        EXPECT_EQ(step(3), PERSEUS_GRADIENT_HELD) << "the first again";
+        EXPECT_EQ(step(4), PERSEUS_GRADIENT_REDUCED);
+        perseus_gradients_forget(context, 1);
+        EXPECT_TRUE(held().empty());
+        perseus_sums_forget(context, 3);  // never seen
+      },
+      options);
+}
+
 TEST_P(Accumulation, ASumKeepsItsShapeUntilItIsDone) {
   run_world(
       medium(), 2,

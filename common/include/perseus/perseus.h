@@ -360,8 +360,11 @@ typedef enum perseus_gradient {
 } perseus_gradient;
 /* A perseus_gradient; -1 for a handle that is unknown or in progress. */
 PERSEUS_EXPORT int perseus_handle_gradient(perseus_context* context, perseus_handle handle);
-/* Drops the sums of this perseus_request.gradient_of, and counts its steps from the start again. */
+/* Drops all that is kept for this perseus_request.gradient_of: sums, residuals and momenta. Its steps count from the
+ * start again, also those in which PowerSGD does not compress yet and top-k sends more. Call it on all ranks. */
 PERSEUS_EXPORT void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of);
+/* Drops the sums alone: its next requests begin new ones. Call it on all ranks. */
+PERSEUS_EXPORT void perseus_sums_forget(perseus_context* context, uint64_t gradient_of);
 
 /* The optimizer has not applied the last results of this perseus_request.gradient_of: momentum correction begins anew
  * with its next requests, on all ranks, even if only some of them call this. See docs/algorithms.md. */
