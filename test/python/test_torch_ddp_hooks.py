@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perseus.torch.ddp import hooks, register_comm_hook
 from perseus.torch.ddp.blocks import BLOCK, Format
-from perseus.torch.ddp.sparse import largest
+from perseus.torch.ddp.gradients import Gradients, Parameter
+from perseus.torch.ddp.sparse import TopK, largest
 
 pytestmark = pytest.mark.shared
 DTYPES = [torch.int8, torch.float16, torch.bfloat16]
@@ -52,6 +53,16 @@ def test_a_second_hook_is_refused():
     register_comm_hook(model, "int8")
     with pytest.raises(RuntimeError, match="can only be called once"):
         register_comm_hook(model, "fp16")
+
+
+def test_topk_refuses_a_bucket_with_more_positions_than_32_bits_hold():
+    count = 2**31
+    parameters = [Parameter("w", (2**16, 2**15), 0, count)]
+    gradients = Gradients(torch.empty(count, device="meta"), parameters, last=True)
+    topk = TopK(0.01, 0)
+    with pytest.raises(ValueError, match=r"2147483648 elements: .*2147483647.*bucket_cap_mb"):
+        topk.average(gradients, dist.group.WORLD, 0)
+    assert topk.held() == {}
 
 
 @pytest.mark.parametrize(

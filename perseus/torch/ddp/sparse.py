@@ -21,6 +21,7 @@ _FIRST_RATIO = 0.25
 # A sample of this size, or one that contains so many selected elements, gives the threshold.
 _SAMPLE, _SAMPLE_SELECTED = 16384, 100
 _MARGIN = 1.2
+_MOST_ELEMENTS = 2**31 - 1  # in a bucket, of which positions are int32
 # Elements that are sent together by the rotating subset.
 _RUN = 16
 
@@ -83,6 +84,16 @@ class TopK(_SparseExchange):
         super().__init__()
         self._ratio = ratio
         self._warm_up = warm_up
+
+    def _begin(self, gradients: Gradients, group: dist.ProcessGroup) -> _Bucket:
+        count = gradients.flat.numel()
+        if count > _MOST_ELEMENTS:
+            raise ValueError(
+                f"[ddp] topk, a bucket of {count} elements: expected at most {_MOST_ELEMENTS}, as "
+                "positions have 32 bits. Pass DistributedDataParallel a smaller bucket_cap_mb, or "
+                "choose another hook for a parameter that is larger by itself"
+            )
+        return super()._begin(gradients, group)
 
     def _count(self, parameter: Parameter, step: int) -> int:
         """Return how many elements of a parameter are sent; 0 = all, without positions."""
