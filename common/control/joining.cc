@@ -128,6 +128,7 @@ Entry* Negotiation::stand_in(Name* name) {
     entry->buffers.push_back({memory, memory});
     memory += room_of(tensor);
   }
+  ++name->stand_ins;
   return entry;
 }
 

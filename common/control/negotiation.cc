@@ -42,12 +42,13 @@ Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
 void Negotiation::retire(Entry* entry) {
   const MutexLock lock(mutex_);
   Name* name = entry->name;
-  if (!entry->stand_in) name->in_flight = false;
+  if (entry->stand_in) --name->stand_ins;
+  else name->in_flight = false;
   entry->name = nullptr;
   entry->text = nullptr;
   // Forget names that will not come again; others may still be announcing theirs (then somebody erred and it stays).
-  if (entry->description.transient && !name->in_flight && name->slot < 0 && name->announced_count == 0 &&
-      name->seen_in_step == 0)
+  if (entry->description.transient && !name->in_flight && name->stand_ins == 0 && name->slot < 0 &&
+      name->announced_count == 0 && name->seen_in_step == 0)
     names_.erase(name->text);
 }
 

@@ -38,6 +38,7 @@ struct Name {
   // Group rank that announced last, where only one did in that round.
   int last PERSEUS_GUARDED_BY(progress_lock) = -1;
   uint64_t last_round PERSEUS_GUARDED_BY(progress_lock) = 0;  // counted by apply()
+  int stand_ins PERSEUS_GUARDED_BY(progress_lock) = 0;        // entries that this rank, having joined, still gives
   int64_t warned_ns PERSEUS_GUARDED_BY(progress_lock) = 0;
   // Of the schedule:
   uint64_t seen_in_step PERSEUS_GUARDED_BY(progress_lock) = 0;  // the last one; 0 = never

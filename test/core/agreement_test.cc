@@ -85,10 +85,19 @@ class Ranks {
         last_stayed_ = entry->description.stays_on_device;
       }
       for (auto& [entry, reason] : failed) outcome.failed[entry->name->text] = reason;
-      for (Entry* entry : ready) table.retire(entry);
-      for (auto& [entry, reason] : failed) table.retire(entry);
+      for (auto& [entry, reason] : failed) ready.push_back(entry);
+      if (&table == &tables_.back() && slow_) held_.insert(held_.end(), ready.begin(), ready.end());
+      else
+        for (Entry* entry : ready) table.retire(entry);
     }
     return outcomes;
+  }
+  // The last rank is still busy with what becomes ready, until `slow` is false again.
+  void set_slow(bool slow) {
+    slow_ = slow;
+    if (slow) return;
+    for (Entry* entry : held_) tables_.back().retire(entry);
+    held_.clear();
   }
   void block(int rank, const std::string& waits_for) { tables_[static_cast<size_t>(rank)].set_blocked(waits_for); }
   size_t words() const { return words_; }          // of the last round's bits
@@ -101,7 +110,8 @@ class Ranks {
   std::deque<Negotiation> tables_;
   std::deque<Entry> entries_;
   size_t words_ = 0, described_ = 0;
-  bool last_stayed_ = false;
+  bool last_stayed_ = false, slow_ = false;
+  std::vector<Entry*> held_;
 };
 
 using Names = std::vector<std::string>;
@@ -189,6 +199,26 @@ TEST(Agreement, TransientNamesTakeNoSlot) {
   }
   ranks.round();
   EXPECT_EQ(ranks.words(), 0u);
+}
+
+// The others are done with the first one, and so may use its name again, before a rank that has joined is.
+TEST(Agreement, ANameLivesUntilARankThatHasJoinedHasGivenItsZerosToAllOperationsOfThatName) {
+  Ranks ranks(2);
+  Description join;
+  join.kind = Kind::kJoin;
+  ranks.submit(1, "join", join);
+  EXPECT_EQ(ranks.round().ready, Names());
+  ranks.set_slow(true);
+  for (int i = 0; i < 3; ++i) {
+    ranks.submit(0, "once", allreduce(3, 0, true));
+    EXPECT_EQ(ranks.round().ready, Names{"once"});
+  }
+  ranks.set_slow(false);
+  ranks.submit(0, "join", join);
+  EXPECT_EQ(ranks.round().ready, Names());
+  EXPECT_EQ(ranks.round().ready, Names{"join"});
+  ranks.submit_everywhere("once", allreduce(3, 0, true));
+  EXPECT_EQ(ranks.round().ready, Names{"once"});
 }
 
 TEST(Agreement, ANewShapeMakesAllStartOverAndSlotsAreUsedAgain) {
