@@ -363,12 +363,14 @@ void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
   news_bytes_ = 0;
 }
 
-void Negotiation::find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled) {
+void Negotiation::find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled, int64_t since_ns) {
   if (pending_ == 0) return;
   const MutexLock lock(mutex_);
   for (auto& [text, name] : names_) {
     Entry* entry = name->entry;
-    if (entry == nullptr || now - entry->submitted_ns < age_ns) continue;
+    if (entry == nullptr) continue;
+    const int64_t age = now - std::max(entry->submitted_ns, since_ns);
+    if (age < age_ns) continue;
     if (entry->description.kind == Kind::kJoin) continue;  // joining is waiting
     if (name->batch >= 0) break_schedule();                // its rounds will tell who is missing
     if (name->slot >= 0) {
@@ -380,7 +382,7 @@ void Negotiation::find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>
       announce(entry);
     } else if (name->announced_count > 0) {
       const auto first = std::find(name->announced_by.begin(), name->announced_by.end(), true);
-      Stalled fact{name.get(), now - entry->submitted_ns, ranks_[first - name->announced_by.begin()], {}};
+      Stalled fact{name.get(), age, ranks_[first - name->announced_by.begin()], {}};
       for (int rank = 0; rank < size_; ++rank)
         if (!name->announced_by[rank] && !joined_[rank]) fact.missing.push_back(ranks_[rank]);
       stalled->push_back(std::move(fact));

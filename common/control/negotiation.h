@@ -111,14 +111,15 @@ class Negotiation {
   // All entries that are not ready. `close`: no more are taken from now on.
   void take_pending(bool close, std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
   // Appends all requests older than `age_ns`, with the ranks that have not submitted them; announces those known by
-  // bits only, so that the next round tells who is missing.
+  // bits only, so that the next round tells who is missing. Ages count from `since_ns` at the earliest.
   struct Stalled {
     Name* name;  // whose warned_ns is the caller's
     int64_t age_ns;
     int first;                 // global rank: the lowest that has submitted it
     std::vector<int> missing;  // global ranks
   };
-  void find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled) PERSEUS_REQUIRES(progress_lock);
+  void find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled, int64_t since_ns = 0)
+      PERSEUS_REQUIRES(progress_lock);
 
  private:
   using Entries = std::vector<Entry*>;

@@ -22,8 +22,10 @@ constexpr int64_t kDrainTime = 10 * kSecond;
 // What has been submitted later is probably not waited for.
 constexpr int64_t kJustNow = 100 * kMillisecond;
 constexpr size_t kMostNames = 3;
-// We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
+// We ourselves were stopped or starved for this long, or half of a limit: nobody else's silence proves anything.
 constexpr int64_t kOwnPause = 5 * kSecond;
+// Half of a short stall limit may be less than a thread with nothing to do sleeps, a second, and housekeeping's pause.
+constexpr int64_t kMoreThanASleep = 2 * kSecond;
 
 std::string seconds(int64_t ns) {
   const int64_t tenths = std::max<int64_t>(ns, 0) / (kSecond / 10);
@@ -207,14 +209,15 @@ void Engine::on_awaited(int peer, const std::string& names) {
 // ---- clocks ----
 
 void Engine::housekeeping(int64_t now) {
-  const int64_t pause = std::min(kOwnPause, timeout_ns_ / 2);
-  const bool paused = housekeeping_ns_ == 0 || now - housekeeping_ns_ > pause;
+  int64_t pause = kOwnPause;
+  if (timeout_ns_ > 0) pause = std::min(pause, timeout_ns_ / 2);
+  if (stall_shutdown_ns_ > 0) pause = std::min(pause, std::max(kMoreThanASleep, stall_shutdown_ns_ / 2));
+  if (housekeeping_ns_ == 0 || now - housekeeping_ns_ > pause) alive_since_ns_ = now;
   housekeeping_ns_ = now;
   for (auto& transport : transports_) transport->send_heartbeats();
   answer_inspection(now);
   if (failed_.load(std::memory_order_relaxed)) return;
   if (timeout_ns_ > 0) {
-    if (paused) alive_since_ns_ = now;
     check_liveness(now);
     for (auto& [id, group] : groups_) group->check_progress(now, alive_since_ns_, !never_ends(*group));
     point_to_point_.check_progress(now, alive_since_ns_, timeout_ns_);
@@ -247,7 +250,8 @@ void Engine::check_stalls(int64_t now) {
   const int64_t warn = check_ns > 0 ? check_ns : never, end = shutdown_ns > 0 ? shutdown_ns : never;
   std::vector<Negotiation::Stalled> stalled;
   // Some rounds before anything has to be said, who is missing is asked for.
-  for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled);
+  for (auto& [id, group] : groups_)
+    group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled, alive_since_ns_);
   std::sort(stalled.begin(), stalled.end(), [](const auto& a, const auto& b) { return a.age_ns > b.age_ns; });
   // One rank speaks for all that wait for the same.
   const auto told_here = [&](const Negotiation::Stalled& fact) {
@@ -285,7 +289,8 @@ void Engine::check_stalls(int64_t now) {
 void Engine::check_unmatched(int64_t now) {
   const std::optional<PointToPoint::Unmatched> oldest = point_to_point_.oldest_unmatched();
   if (!oldest) return;
-  const int64_t age = now - oldest->submitted_ns, end = stall_shutdown_ns_, warn = stall_ns_;
+  const int64_t age = now - std::max(oldest->submitted_ns, alive_since_ns_);
+  const int64_t end = stall_shutdown_ns_, warn = stall_ns_;
   const bool ends = end > 0 && age >= end;
   if (!ends && (warn <= 0 || age < warn || now - warned_of_unmatched_ns_ < warn)) return;
   warned_of_unmatched_ns_ = now;

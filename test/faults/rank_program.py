@@ -176,6 +176,25 @@ def keep_going() -> None:
     note("passed")
 
 
+def keep_pending() -> None:
+    """Rank 0 waits for what the others submit once there is a file named enough."""
+    reduce_and_check(0, "warm")
+    vector = values(RANK, 1)
+    if RANK == 0:
+        handle = submit(vector, "pending")
+        time.sleep(0.2)  # for the others to learn of it
+        note("going")
+    else:
+        note("going")
+        while not Path(sys.argv[2], "enough").exists():
+            time.sleep(0.005)
+        handle = submit(vector, "pending")
+    synchronize(handle)
+    check_sum(vector, 1)
+    barrier()
+    note("passed")
+
+
 def fork(*_: str) -> None:
     """A forked child gets one clear error; the parent's world does not notice."""
     reduce_and_check(0, "warm")
@@ -401,6 +420,7 @@ SCENARIOS = {
         be_late,
         start,
         keep_going,
+        keep_pending,
         fork,
         fork_while_synchronizing,
         load_data,

@@ -103,3 +103,22 @@ def test_ranks_that_were_suspended_together_go_on(tmp_path, transport):
         Path(tmp_path, "enough").touch()
         ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("transport", "limit"), [("shm", "0"), ("tcp", "60")])
+def test_time_for_which_ranks_were_suspended_is_no_stall(tmp_path, transport, limit):
+    with Ranks(
+        tmp_path,
+        ["keep_pending"],
+        2,
+        PERSEUS_TRANSPORT=transport,
+        GLOO_TIMEOUT_SECONDS=limit,
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4",
+    ) as ranks:
+        ranks.all_note("going")
+        ranks.signal_all(signal.SIGSTOP)
+        time.sleep(5)  # what is tested: longer than a tensor may be pending
+        ranks.signal_all(signal.SIGCONT)
+        Path(tmp_path, "enough").touch()
+        ranks.all_note("passed")
+        assert [ranks.finish(rank) for rank in range(2)] == [0, 0]
