@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 #include "net/interfaces.h"
 
 namespace perseus {
@@ -240,10 +241,29 @@ void Engine::add_group(int id, std::vector<int> ranks) {
   const uint32_t channels = groups_made_++;
   // Connecting to the members may take a while, or fail: neither must be with the list locked or changed.
   std::shared_ptr<ProcessSet> group;
-  if (std::find(ranks.begin(), ranks.end(), world_.rank) != ranks.end()) group = make_group(id, channels, ranks);
+  if (std::find(ranks.begin(), ranks.end(), world_.rank) != ranks.end()) {
+    make_room(ranks);
+    group = make_group(id, channels, ranks);
+  }
   const MutexLock lock(groups_mutex_);
   members_[id] = std::move(ranks);
   if (group) groups_[id] = std::move(group);
+}
+
+// For descriptors of the connections of a new process set and of the others, of which most are made at first use.
+void Engine::make_room(const std::vector<int>& ranks) const {
+  size_t remote = 0;
+  const auto count = [&](const std::vector<int>& members) {
+    remote += static_cast<size_t>(std::count_if(members.begin(), members.end(), [this](int rank) {
+      return kind_of(route_[static_cast<size_t>(rank)]) == TransportKind::kTcp;
+    }));
+  };
+  count(ranks);
+  for (const auto& [id, group] : groups_) count(group->ranks());
+  // Of each stream, and for agreements.
+  const size_t each = static_cast<size_t>(ProcessSet::streams(execution_settings_)) + 2;
+  // Where the hard limit is too low, the error of the connection that is one too many says so.
+  if (remote > 0) static_cast<void>(make_room_for_descriptors(each * remote));
 }
 
 std::shared_ptr<ProcessSet> Engine::make_group(int id, uint32_t channels, const std::vector<int>& ranks) {

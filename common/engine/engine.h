@@ -231,6 +231,7 @@ class Engine final : private ProgressWork {
   void finish(Entry* entry, const Status& status) PERSEUS_REQUIRES(progress_lock);
   Status change_groups(const Entry& entry, Output* output) PERSEUS_REQUIRES(progress_lock);
   void add_group(int id, std::vector<int> ranks) PERSEUS_REQUIRES(progress_lock);
+  void make_room(const std::vector<int>& ranks) const;
   NcclOrder::Settings order_of_nccl();
   std::shared_ptr<ProcessSet> make_group(int id, uint32_t channels, const std::vector<int>& ranks)
       PERSEUS_REQUIRES(progress_lock);

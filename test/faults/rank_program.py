@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -359,6 +360,30 @@ def run_short(what: str, spare: str) -> None:
     barrier()
 
 
+def use_many_sets() -> None:
+    """Small allreduces, on all streams, of all process sets of two ranks or more."""
+    from perseus.process_sets import add_process_set
+
+    sizes = range(2, SIZE)
+    sets = [
+        add_process_set(ranks)
+        for size in sizes
+        for ranks in itertools.combinations(range(SIZE), size)
+    ]
+    for members in sets:
+        if RANK not in members.ranks:
+            continue
+        for number in range(4):
+            vector = array.array("f", [1.0]) * PERIOD
+            group = members.process_set_id
+            synchronize(
+                operations.submit(ALLREDUCE, str(number), vector, vector, op=SUM, group=group)
+            )
+            assert set(vector) == {len(members.ranks)}
+    barrier()
+    note("passed", descriptors=len(os.listdir("/proc/self/fd")))
+
+
 def warn_nobody() -> None:
     """Rank 0's standard error is a pipe that nobody reads, and it has to warn of rank 1."""
     if RANK == 0:
@@ -426,6 +451,7 @@ SCENARIOS = {
         load_data,
         fail_alone,
         run_short,
+        use_many_sets,
         warn_nobody,
         leave,
         begin_again,

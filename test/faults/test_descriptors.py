@@ -47,6 +47,21 @@ def test_soft_limit_is_raised_at_the_start(tmp_path):
         assert all(40 < limit < 4096 for limit in limits), limits
 
 
+def test_process_sets_raise_it_for_their_connections(tmp_path):
+    size = 5
+    environment = SETTINGS | {"PERSEUS_TRANSPORT": "tcp"}
+    with Ranks(tmp_path, ["use_many_sets"], size, start=False, **environment) as ranks:
+        for rank in range(size):
+            ranks.start(rank, ["prlimit", "--nofile=40:4096"])
+        ranks.all_note("passed")
+        assert [ranks.finish(rank) for rank in range(size)] == [0] * size
+        for rank in range(size):
+            joined, passed = (
+                ranks.note(rank, event)["descriptors"] for event in ("joined", "passed")
+            )
+            assert passed > joined, "what the start makes room for is enough: nothing was tested"
+
+
 def test_hard_limit_that_is_too_low_is_said_once(tmp_path):
     with Ranks(tmp_path, ["start"], 3, start=False, PERSEUS_TRANSPORT="tcp") as ranks:
         for rank in range(3):
