@@ -366,8 +366,12 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
   auto waker = std::make_unique<Waker>();
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<Transport*> route(static_cast<size_t>(world_.size), nullptr);
-  const ConnectOptions connecting{deadline, watching_others(options, deadline),
-                                  [&](const Error& error) { give_up(store, error); }};
+  const auto interrupted = [&transports, ended = watching_others(options, deadline)]() PERSEUS_REQUIRES(progress_lock) {
+    // Of this host's ranks, those that are connected to all others already watch over this one.
+    for (const auto& transport : transports) transport->send_heartbeats();
+    return ended && ended();
+  };
+  const ConnectOptions connecting{deadline, interrupted, [&](const Error& error) { give_up(store, error); }};
   const auto choice = config_.choice<TransportChoice>();
   const auto* threads = dynamic_cast<const MemoryWorldStore*>(&store);
   make_room(choice != TransportChoice::kTcp ? world_.size - ranks_here_ : world_.size - 1);

@@ -294,6 +294,12 @@ std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& 
   std::unique_ptr<ShmTransport> transport;
   std::unique_ptr<ShmPeering> peering;
   std::string trouble;
+  ConnectOptions connecting = options;
+  connecting.interrupted = [&]() PERSEUS_REQUIRES(progress_lock) {
+    // Ranks that are connected to all others already watch over this one.
+    if (transport) transport->send_heartbeats();
+    return options.interrupted && options.interrupted();
+  };
   try {
     transport = std::make_unique<ShmTransport>(waker);
     peering = std::make_unique<ShmPeering>(world, transport->page_fd(), waker.event_fd());
@@ -303,12 +309,12 @@ std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& 
   }
   try {
     const std::map<int, std::string> addresses =
-        addresses_here(world, store, peering ? peering->address() : kNoAddress, options);
+        addresses_here(world, store, peering ? peering->address() : kNoAddress, connecting);
     if (!peering) {
       if (!addresses.empty()) log.warning(trouble + "; this rank uses TCP inside its host, which is slower");
       return nullptr;
     }
-    const std::string missed = connect_peers(*peering, *transport, store, addresses, options);
+    const std::string missed = connect_peers(*peering, *transport, store, addresses, connecting);
     if (missed.empty()) return transport;
     if (only) fail(ErrorKind::kIo, missed + ": unset PERSEUS_TRANSPORT=shm to use TCP there");
     log.warning(missed + ": TCP is used there, which is slower");

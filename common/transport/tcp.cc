@@ -48,6 +48,11 @@ void TcpTransport::work(int timeout_ms) {
   for (const auto& connector : connectors_) connector->check_time();
   poller_.run(timeout_ms);
   acceptor_->check_time();
+  // Ranks that are connected to all others already watch over this one.
+  const int64_t now = now_ns();
+  if (now < heartbeat_at_ns_) return;
+  heartbeat_at_ns_ = now + heard_ns_ / 2;
+  send_all_heartbeats();
 }
 
 void TcpTransport::look_up(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted) {

@@ -357,7 +357,8 @@ bool TcpTransport::next_event(PeerEvent* event) {
   return true;
 }
 
-void TcpTransport::send_heartbeats() {
+// While the world starts, one thread has the connections, without the lock.
+void TcpTransport::send_all_heartbeats() PERSEUS_NO_THREAD_ANALYSIS {
   for (auto& [rank, peer] : peers_)
     if (peer.side) peer.side->send_heartbeat();
 }

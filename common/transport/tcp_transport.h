@@ -39,7 +39,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   void poll(bool woken) override PERSEUS_REQUIRES(progress_lock);
   void send_control_message(int peer, const std::string& message) override PERSEUS_REQUIRES(progress_lock);
   bool next_event(PeerEvent* event) override PERSEUS_REQUIRES(progress_lock);
-  void send_heartbeats() override PERSEUS_REQUIRES(progress_lock);
+  void send_heartbeats() override PERSEUS_REQUIRES(progress_lock) { send_all_heartbeats(); }
   int64_t last_alive_ns(int peer) override PERSEUS_REQUIRES(progress_lock) { return peer_of(peer).alive_ns; }
   uint64_t bytes_sent() const override PERSEUS_REQUIRES(progress_lock) { return traffic_.sent; }
   uint64_t bytes_received() const override PERSEUS_REQUIRES(progress_lock) { return traffic_.received; }
@@ -63,6 +63,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   void open_listeners(const InterfaceChoice& choice);
   void look_up(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
   void work(int timeout_ms);
+  void send_all_heartbeats();
   bool complete() const;  // throws when one that was here has ended
   std::string missing() const;
   [[noreturn]] void report_missing();
@@ -105,6 +106,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   std::deque<PeerEvent> peer_events_;
   size_t unattached_ = 0;  // links without connection
   int64_t retry_at_ns_ = 0, events_at_ns_ = 0, time_check_at_ns_ = 0;
+  int64_t heartbeat_at_ns_ = 0;  // while joining
 };
 
 }  // namespace perseus

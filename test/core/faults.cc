@@ -218,16 +218,17 @@ struct Job {
   std::string transport;
   int size, steps;
   int64_t elements;
-  int port;
+  int timeout_s, port;
 };
 
 perseus_context* join(const Job& job, int rank) {
   const std::string transport = "PERSEUS_TRANSPORT=" + job.transport;
+  const std::string timeout = "GLOO_TIMEOUT_SECONDS=" + std::to_string(job.timeout_s);
   const char* overrides[] = {transport.c_str(),
                              "PERSEUS_GLOO_NETWORK_INTERFACE=lo",
                              "PERSEUS_CHECKSUM=1",
                              "HOROVOD_START_TIMEOUT=5",
-                             "GLOO_TIMEOUT_SECONDS=5",
+                             timeout.c_str(),
                              "PERSEUS_LOG_LEVEL=error",
                              nullptr};
   perseus_context_options options{};
@@ -321,8 +322,8 @@ Ending read_report(int fd) {
 }  // namespace
 
 std::vector<Ending> run_faulty_world(const std::string& transport, int size, int steps, int64_t elements,
-                                     const std::vector<Fault>& faults, int limit_s) {
-  Job job{transport, size, steps, elements, 0};
+                                     const std::vector<Fault>& faults, int limit_s, int timeout_s) {
+  Job job{transport, size, steps, elements, timeout_s, 0};
   std::vector<pid_t> processes;
   std::vector<int> pipes, orders;
   // Before the store has a thread: ThreadSanitizer looks at no child of a process with several.

@@ -57,8 +57,8 @@ struct Ending {
 };
 
 // `size` processes of this host each build a world over `transport`, run `steps` allreduces of `elements` floats, and
-// end. Kills those that have not ended after `limit_s`.
+// end. Kills those that have not ended after `limit_s`. `timeout_s`: GLOO_TIMEOUT_SECONDS.
 std::vector<Ending> run_faulty_world(const std::string& transport, int size, int steps, int64_t elements,
-                                     const std::vector<Fault>& faults, int limit_s);
+                                     const std::vector<Fault>& faults, int limit_s, int timeout_s = 5);
 
 }  // namespace perseus_test
