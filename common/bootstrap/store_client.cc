@@ -265,6 +265,7 @@ class TcpStore : public Store {
       int code = socket ? 0 : errno;
       if (socket) {
         keep_alive(socket.fd());
+        limit_unacknowledged(socket.fd());
         const Wait outcome = wait_for(socket.fd(), POLLOUT, limit, interrupted);
         if (outcome == Wait::kInterrupted) fail(ErrorKind::kAborted, "[rendezvous] interrupted while connecting");
         code = outcome == Wait::kTimeout ? ETIMEDOUT : connect_result(socket.fd());

@@ -122,6 +122,7 @@ class TcpStoreServer : public StoreServer {
         return;
       }
       keep_alive(socket.fd());
+      limit_unacknowledged(socket.fd());
       const uint64_t id = next_id_++;
       auto client = std::make_unique<StoreConnection>(
           id, std::move(socket), secret_, poller_,

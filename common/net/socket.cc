@@ -191,12 +191,15 @@ Socket accept_one(int listener) {
 }
 
 void keep_alive(int fd, int seconds) {
-  constexpr int kLongest = 60;  // between two probes, however long the limit
-  const int pause = std::clamp(seconds / 6, 1, kLongest);
+  constexpr int kLongest = 60, kMostProbes = 127;  // seconds between two probes, unless they would not be enough
+  const int pause = std::clamp(seconds / 6, 1, std::max(kLongest, seconds / kMostProbes));
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 2 * pause);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, pause);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);  // unless the next line says otherwise, which every Linux does
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, std::clamp(seconds / pause - 2, 1, kMostProbes));
+}
+
+void limit_unacknowledged(int fd, int seconds) {
   set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(std::min<int64_t>(int64_t{seconds} * 1000, INT_MAX)));
 }
 

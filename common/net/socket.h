@@ -69,9 +69,12 @@ Socket start_connect(const SocketAddress& address, const SocketAddress* source =
 int connect_result(int fd);
 // Empty with errno EAGAIN when there is none.
 Socket accept_one(int listener);
-// A peer whose host vanished shows as an error within about `seconds`, even to one who only waits; so does one that
-// acknowledges nothing, or takes nothing of what was sent, for as long.
+// A peer whose host vanished shows as an error within about `seconds`, even to one who only waits, unless something
+// that was sent is unacknowledged.
 void keep_alive(int fd, int seconds = 30);
+// So does one that acknowledges nothing, or takes nothing of what was sent, for `seconds`: even if it is only
+// suspended.
+void limit_unacknowledged(int fd, int seconds = 30);
 
 // Unlike send(2) and recv(2): 0 = nothing possible now, -1 = failed with errno, kEndOfStream = closed by the other
 // side.

@@ -33,7 +33,6 @@ constexpr int64_t kConnectLimit = 10 * kSecond;
 // A rank that was stopped between connecting and saying who it is finds the door closed; it may knock again.
 constexpr int kMaxTries = 10;
 // The engine's clocks, which know what was under way, speak first; the kernel's are for connections nobody waits for.
-// Besides, a living rank may leave what it is sent unread for 5 s, until a schedule is broken for it.
 constexpr int kBehindClocks = 10;
 
 // For what a rank has said last to arrive before its connections are closed: two or three retransmissions.
@@ -261,6 +260,8 @@ void TcpTransport::end(Outgoing* connection) {
 
 void TcpTransport::attach(TcpLink& link, Socket socket) {
   const int fd = socket.fd();
+  // A job that is suspended as a whole may do so with buffers that are full: no limit for what its receivers leave
+  // unread. If the host is gone, its control connection tells, and so do the engine's clocks.
   if (keep_alive_s_ > 0) keep_alive(fd, keep_alive_s_);
   link.attach(std::move(socket));
   waker_.watch(fd);
@@ -288,7 +289,10 @@ const std::string* TcpTransport::session_with(int rank) {
 void TcpTransport::on_side(int rank, Socket socket, std::string session) {
   Peer& peer = peer_of(rank);
   peer.address = peer_address(socket.fd());
-  if (keep_alive_s_ > 0) keep_alive(socket.fd(), keep_alive_s_);
+  if (keep_alive_s_ > 0) {
+    keep_alive(socket.fd(), keep_alive_s_);
+    limit_unacknowledged(socket.fd(), keep_alive_s_);  // heartbeats fill no buffer
+  }
   peer.side = std::make_unique<TcpControlConnection>(poller_, traffic_, *this, peer.alive_ns, world_.rank, rank,
                                                      std::move(socket), std::move(session));
 }

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -79,24 +80,60 @@ TEST(Tcp, EveryConnectionIsKeptAlive) {
     };
     exchange();
     if (self.world.rank == 0) {
-      int connections = 0;  // with both ends in this process
+      int connections = 0, limited = 0;  // with both ends in this process
       for (int fd = 0; fd < 1024; ++fd) {
         sockaddr_storage peer{};
         socklen_t size = sizeof peer;
         if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
         if (peer.ss_family != AF_INET && peer.ss_family != AF_INET6) continue;
         ++connections;
-        int alive = 0, limit_ms = 0;
-        size = sizeof alive;
-        EXPECT_EQ(getsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &alive, &size), 0);
-        EXPECT_EQ(getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, &size), 0);
-        EXPECT_EQ(alive, 1);
-        EXPECT_EQ(limit_ms, 70'000) << "GLOO_TIMEOUT_SECONDS and 10 s";
+        const auto option = [&](int level, int name) {
+          int value = -1;
+          socklen_t bytes = sizeof value;
+          EXPECT_EQ(getsockopt(fd, level, name, &value, &bytes), 0);
+          return value;
+        };
+        EXPECT_EQ(option(SOL_SOCKET, SO_KEEPALIVE), 1);
+        const int noticed_after =
+            option(IPPROTO_TCP, TCP_KEEPIDLE) + option(IPPROTO_TCP, TCP_KEEPCNT) * option(IPPROTO_TCP, TCP_KEEPINTVL);
+        EXPECT_TRUE(noticed_after > 60 && noticed_after <= 70) << "GLOO_TIMEOUT_SECONDS and 10 s: " << noticed_after;
+        const int limit_ms = option(IPPROTO_TCP, TCP_USER_TIMEOUT);
+        EXPECT_TRUE(limit_ms == 0 || limit_ms == 70'000) << limit_ms;
+        limited += limit_ms != 0;
       }
       EXPECT_GE(connections, 4);
+      EXPECT_EQ(limited, 2) << "the control connection";
     }
     exchange();  // nobody leaves before
   });
+}
+
+// A suspended process takes nothing. Its host acknowledges what it can, and goes on doing so.
+TEST(Tcp, AConnectionThatIsKeptAliveLastsWhileItsReceiverTakesNothing) {
+  const Socket listener = listen_everywhere(0);
+  SocketAddress address = local_address(listener.fd());
+  ASSERT_TRUE(parse_address("127.0.0.1", address.port(), &address));
+  const Socket sender = start_connect(address);
+  pollfd ready{listener.fd(), POLLIN, 0};
+  ASSERT_EQ(poll(&ready, 1, 60'000), 1);
+  const Socket receiver = accept_one(listener.fd());
+  ASSERT_TRUE(sender && receiver);
+  keep_alive(sender.fd(), 1);
+  const std::vector<Byte> data(1 << 20);
+  const auto fill = [&] {
+    ssize_t all = 0;
+    for (ssize_t n; (n = send_some(sender.fd(), data.data(), data.size())) != 0; all += n)
+      if (n < 0) return n;
+    return all;
+  };
+  EXPECT_GT(fill(), 0);
+  std::this_thread::sleep_for(std::chrono::seconds(3));  // what is tested: longer than the limit
+  std::vector<Byte> taken(1 << 20);
+  while (recv_some(receiver.fd(), taken.data(), taken.size()) > 0) continue;
+  pollfd writable{sender.fd(), POLLOUT, 0};
+  ASSERT_EQ(poll(&writable, 1, 60'000), 1);
+  EXPECT_EQ(connect_result(sender.fd()), 0);
+  EXPECT_GT(fill(), 0);
 }
 
 // A rank that sleeps whenever it has to wait is woken by every byte it waits for: no wait may last until its time
