@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <new>
 
 #include "base/clock.h"
 #include "base/start_thread.h"
@@ -93,14 +94,26 @@ bool Recording::wait_for_records() {
 
 void Recording::drain() {
   const size_t head = head_.load(std::memory_order_acquire);  // pairs with add()
+  try {
+    if (!broken_) write(head);
+    if (!trouble_.empty()) tell();
+  } catch (const std::bad_alloc&) {
+    if (!broken_) trouble_ = "out of memory";  // so short that it needs none
+    broken_ = true;
+  }
+  if (broken_) tail_.store(head, std::memory_order_release);  // pairs with has_room()
+}
+
+void Recording::write(size_t head) {
   size_t tail = tail_.load(std::memory_order_relaxed);
   while (tail != head) {
     take(&tail);
     tail_.store(tail, std::memory_order_release);  // pairs with has_room(): the slots may be filled again
     if (events_.size() >= kFlushBytes) flush();
+    if (broken_) return;
   }
   const uint64_t dropped = dropped_.load(std::memory_order_relaxed);
-  if (dropped > dropped_reported_ && !broken_) {
+  if (dropped > dropped_reported_) {
     format_.dropped(dropped - dropped_reported_, now_ns(), &events_);
     dropped_reported_ = dropped;
   }
@@ -113,15 +126,18 @@ void Recording::take(size_t* tail) {
   while (name_.size() < record.name_bytes)
     name_.append(reinterpret_cast<const char*>(&ring_[(*tail)++ % kSlots]),
                  std::min<size_t>(record.name_bytes - name_.size(), sizeof(TraceRecord)));
-  if (!broken_) format_.record(record, name_, &events_);
+  format_.record(record, name_, &events_);
 }
 
 void Recording::flush() {
-  const std::string trouble = file_.append(events_);
+  trouble_ = file_.append(events_);
   events_.clear();
-  if (trouble.empty() || broken_) return;
-  broken_ = true;
-  log_.warning("[timeline] cannot write '" + path() + "' any more: " + trouble + "; what follows is missing");
+  broken_ = !trouble_.empty();
+}
+
+void Recording::tell() {
+  log_.warning("[timeline] cannot write '" + path() + "' any more: " + trouble_ + "; what follows is missing");
+  trouble_.clear();
 }
 
 }  // namespace perseus

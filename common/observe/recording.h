@@ -41,8 +41,10 @@ class Recording {
   void write_loop();
   bool wait_for_records();
   void drain();
+  void write(size_t head);
   void flush();
   void take(size_t* tail);
+  void tell();
 
   const Log log_;
   TraceFile file_;
@@ -56,6 +58,7 @@ class Recording {
   std::string events_, name_;
   uint64_t dropped_reported_ = 0;
   bool broken_ = false;  // nothing can be written any more
+  std::string trouble_;  // then: why, until the log has it
 
   Mutex mutex_;
   ConditionVariable wake_;

@@ -63,6 +63,7 @@ void Timeline::operation(const Entry& entry, bool ok) {
   record.kind = d.kind;
   record.dtype = d.tensors.empty() ? DType::kUInt8 : d.tensors[0].dtype;
   record.ok = ok;
+  record.transient = d.transient;
   record.group = entry.group;
   record.last_rank = entry.last_rank;
   record.count = static_cast<uint32_t>(d.tensors.size());
@@ -98,9 +99,11 @@ void Timeline::bucket(const Bucket& bucket, const std::vector<int>& ranks, const
     member.what = TraceRecord::What::kMember;
     member.kind = entry->description.kind;
     member.several = entry->description.tensors.size() > 1 || entry->bytes > bucket.bytes;
+    member.transient = entry->description.transient;
     member.group = entry->group;
     member.bytes = entry->bytes;
     member.at[0] = entry->agreed_ns;
+    member.at[1] = entry->submitted_ns;
     recording_->add(member, *entry->text);
   }
 }

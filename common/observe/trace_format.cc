@@ -56,6 +56,10 @@ std::string activity(uint8_t transports, Kind kind) {
   return text;
 }
 
+std::string key_of(const TraceRecord& record, const std::string& name) {
+  return std::to_string(record.group) + " " + name;
+}
+
 std::string without_comma(std::string fields) {
   if (!fields.empty()) fields.resize(fields.size() - 2);
   return fields;
@@ -80,16 +84,29 @@ void TraceFormat::header(std::string* events) {
   metadata("process_sort_index", kStreams, 0, "\"sort_index\": 1", events);
 }
 
-TraceFormat::Row& TraceFormat::row_of(int group, const std::string& name, std::string* events) {
-  const int next = kFirstTensor + static_cast<int>(rows_.size());
-  Row& row = rows_[std::to_string(group) + " " + name];
-  if (row.pid == 0) {
-    row.pid = next;
-    const std::string shown = group == 0 ? name : name + " (process set " + std::to_string(group) + ")";
-    metadata("process_name", next, 0, "\"name\": " + json_string(shown), events);
-    metadata("process_sort_index", next, 0, "\"sort_index\": " + std::to_string(next), events);
-  }
+TraceFormat::Row& TraceFormat::row_of(const TraceRecord& r, int64_t begun_ns, const std::string& name,
+                                      std::string* events) {
+  Row& row = rows_[key_of(r, name)];
+  if (row.pid == 0) row.pid = r.transient ? shared_row(r, begun_ns, events) : new_row(name, r.group, events);
   return row;
+}
+
+int TraceFormat::new_row(const std::string& name, int group, std::string* events) {
+  const int pid = kFirstTensor + rows_made_++;
+  const std::string shown = group == 0 ? name : name + " (process set " + std::to_string(group) + ")";
+  metadata("process_name", pid, 0, "\"name\": " + json_string(shown), events);
+  metadata("process_sort_index", pid, 0, "\"sort_index\": " + std::to_string(pid), events);
+  return pid;
+}
+
+// What overlaps needs rows of its own.
+int TraceFormat::shared_row(const TraceRecord& r, int64_t begun_ns, std::string* events) {
+  std::vector<Idle>& idle = idle_[{r.group, r.kind}];
+  const auto free = std::find_if(idle.begin(), idle.end(), [&](const Idle& row) { return row.since_ns <= begun_ns; });
+  if (free == idle.end()) return new_row(std::string("unnamed ") + kind_name(r.kind), r.group, events);
+  const int pid = free->pid;
+  idle.erase(free);
+  return pid;
 }
 
 int TraceFormat::stream_row(int group, int stream, std::string* events) {
@@ -144,30 +161,38 @@ void TraceFormat::record(const TraceRecord& record, const std::string& name, std
 }
 
 void TraceFormat::operation(const TraceRecord& r, const std::string& name, std::string* events) {
-  Row& row = row_of(r.group, name, events);
   const int64_t submitted = r.at[0], agreed = r.at[1], ended = r.at[2];
   const std::string kind = kind_name(r.kind);
   const std::string outcome = field("outcome", std::string(r.ok ? "done" : "failed"));
   // A rank that has joined gives zeros to what it never submitted.
   const bool joined = submitted == 0;
+  Row& row = row_of(r, joined ? agreed : submitted, name, events);
   std::string waiting;
   if (r.last_rank >= 0) waiting += field("last_rank", static_cast<uint64_t>(r.last_rank));
   if (agreed == 0) waiting += outcome;
   if (!joined) span("NEGOTIATE_" + kind, row.pid, 0, submitted, agreed == 0 ? ended : agreed, waiting, events);
-  if (agreed == 0) return;
-  span(kind, row.pid, 0, agreed, ended,
-       field("dtype", std::string(dtype_name(r.dtype))) + field("bytes", r.bytes) + field("tensors", r.count) +
-           field("process_set", static_cast<uint64_t>(r.group)) + (joined ? field("joined", uint64_t{1}) : "") +
-           outcome,
+  if (agreed != 0) whole(r, name, joined, outcome, &row, events);
+  if (!r.transient) return;
+  idle_[{r.group, r.kind}].push_back({row.pid, ended});
+  rows_.erase(key_of(r, name));
+}
+
+// From the agreement to the end, with the events within it.
+void TraceFormat::whole(const TraceRecord& r, const std::string& name, bool joined, const std::string& outcome,
+                        Row* row, std::string* events) {
+  span(kind_name(r.kind), row->pid, 0, r.at[1], r.at[2],
+       (r.transient ? field("name", name) : "") + field("dtype", std::string(dtype_name(r.dtype))) +
+           field("bytes", r.bytes) + field("tensors", r.count) + field("process_set", static_cast<uint64_t>(r.group)) +
+           (joined ? field("joined", uint64_t{1}) : "") + outcome,
        events);
-  if (row.inner.empty()) return;
-  *events += ",\n" + row.inner;
-  row.inner.clear();
-  row.busy_until.clear();
+  if (row->inner.empty()) return;
+  *events += ",\n" + row->inner;
+  row->inner.clear();
+  row->busy_until.clear();
 }
 
 void TraceFormat::member(const TraceRecord& r, const std::string& name, std::string* events) {
-  Row& row = row_of(r.group, name, events);
+  Row& row = row_of(r, r.at[1] != 0 ? r.at[1] : r.at[0], name, events);
   // Parts that may overlap in time need lines of their own.
   const int line = r.several ? 1 + bucket_.stream : 0;
   const int64_t begun = bucket_.at[0], ended = bucket_.at[2];

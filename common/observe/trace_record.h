@@ -12,7 +12,7 @@ struct TraceRecord {
   enum class What : uint8_t {
     kOperation,  // a request ended; at: submitted (0 = not by this rank), agreed, ended
     kBucket,     // a fused execution ended; at: begun, first byte, last byte. `count` members follow
-    kMember,     // a request that was part of it; at[0]: agreed
+    kMember,     // a request that was part of it; at: agreed, submitted (0 = not by this rank)
     kRound,      // a negotiation round began; at[0]: when
     kTuned,      // the tuner has settled; at[0]: when. `bytes` of a bucket, `stream`s; the name says why
   };
@@ -24,6 +24,7 @@ struct TraceRecord {
   bool several = false;                // member: its request may be in several buckets at once
   uint8_t transports = 0;              // a transport_bit() each
   CodecKind codec = CodecKind::kNone;  // of a bucket
+  bool transient = false;              // operation, member: its name does not come again
   int32_t group = 0;
   int32_t stream = 0;
   int32_t ranks = 0;       // in the group

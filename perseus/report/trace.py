@@ -156,7 +156,7 @@ class _Reader:
         else:
             joined = "joined" in facts  # this rank has joined, so only other ranks submitted it
             operation = Operation(
-                name=self._names[row],
+                name=str(facts.get("name", self._names[row])),
                 kind=name,
                 process_set=int(facts["process_set"]),
                 submitted=begin if joined else self._submitted[row],

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 
+#include "observe/recording.h"
 #include "operation.h"
 
 namespace {
@@ -253,6 +254,31 @@ class AllocationFailures : public testing::TestWithParam<std::tuple<int, int>> {
 TEST_P(AllocationFailures, InTheFirstSteps) { run_out_everywhere(0); }
 
 TEST_P(AllocationFailures, InLaterSteps) { run_out_everywhere(scheduled() ? 12 : 2); }
+
+// The thread that writes it belongs to nobody who could be told.
+TEST(AllocationFailuresOfTheTimeline, EndTheRecordingAlone) {
+  is_test = true;
+  for (const int in_a_row : {1, 20}) {
+    failing = in_a_row;
+    int64_t number = 0;
+    for (left = -1; left < 0; ++number) {
+      armed = false;
+      perseus::Recording recording("/dev/null", 0, 1, perseus::Log(perseus::LogLevel::kFatal, false, 0));
+      left = number;
+      armed = true;
+      for (int i = 0; i < 10; ++i) {
+        const std::string name = std::to_string(i) + std::string(100, 'x');
+        perseus::TraceRecord record;
+        record.at[0] = record.at[1] = record.at[2] = 1;
+        record.transient = i % 2 == 0;
+        EXPECT_TRUE(recording.has_room(perseus::Recording::slots_for(name.size()), 1));
+        recording.add(record, name);
+      }
+    }
+    armed = false;
+    EXPECT_GT(number, 20);
+  }
+}
 
 INSTANTIATE_TEST_SUITE_P(Worlds, AllocationFailures,
                          testing::Combine(testing::Range(0, static_cast<int>(std::size(kCases))),

@@ -366,6 +366,50 @@ TEST_F(Timeline, NothingIsLostSilently) {
   EXPECT_EQ(said, static_cast<double>(missing));
 }
 
+TEST_F(Timeline, UnnamedOperationsShareRowsOnWhichNothingOverlaps) {
+  const std::string path = file("trace.json");
+  constexpr int kOperations = 30, kAtOnce = 3;
+  {
+    perseus::Recording recording(path, 0, 1, perseus::Log());
+    const int64_t begin = perseus::now_ns();
+    for (int i = 0; i < kOperations; ++i) {
+      const std::string name = "allreduce.noname." + std::to_string(i);
+      const int64_t submitted = begin + 1000 * i, ended = submitted + 1000 * (kAtOnce - 1) + 500;
+      perseus::TraceRecord record;
+      record.transient = true;
+      record.what = perseus::TraceRecord::What::kBucket;
+      record.count = 1;
+      record.at[0] = record.at[1] = submitted + 200;
+      record.at[2] = ended - 100;
+      ASSERT_TRUE(recording.has_room(3, 3));
+      recording.add(record, "");
+      record.what = perseus::TraceRecord::What::kMember;
+      record.at[0] = submitted + 100;
+      record.at[1] = submitted;
+      recording.add(record, name);
+      record.what = perseus::TraceRecord::What::kOperation;
+      record.at[0] = submitted;
+      record.at[1] = submitted + 100;
+      record.at[2] = ended;
+      recording.add(record, name);
+    }
+  }
+  const Trace trace(path);
+  const std::string row = "unnamed ALLREDUCE";
+  const std::vector<Json> waits = trace.find("NEGOTIATE_ALLREDUCE", row), wholes = trace.find("ALLREDUCE", row);
+  ASSERT_EQ(waits.size(), static_cast<size_t>(kOperations));
+  ASSERT_EQ(wholes.size(), static_cast<size_t>(kOperations));
+  EXPECT_EQ(trace.find("LOCAL_ALLREDUCE", row).size(), static_cast<size_t>(kOperations));
+  std::map<double, double> free_at;  // by row
+  for (size_t i = 0; i < wholes.size(); ++i) {
+    EXPECT_EQ(wholes[i]["args"]["name"].text, "allreduce.noname." + std::to_string(i));
+    EXPECT_GE(begin_of(waits[i]), free_at[wholes[i]["pid"].number]);
+    free_at[wholes[i]["pid"].number] = end_of(wholes[i]);
+  }
+  EXPECT_EQ(free_at.size(), static_cast<size_t>(kAtOnce));
+  EXPECT_EQ(trace.rows.size(), 2u + kAtOnce);
+}
+
 // As where a script has both hvd.init() and a process group.
 TEST_F(Timeline, TwoWorldsDoNotWriteToOneFile) {
   const std::string directory = testing::TempDir() + "perseus_two" + std::to_string(getpid()) + unique_name();
