@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/descriptors.h"
+#include "engine/wording.h"
 #include "net/interfaces.h"
 
 namespace perseus {
@@ -316,6 +317,7 @@ bool Engine::pass(bool eager) {
 }
 
 void Engine::on_failure(const Error& cause) noexcept {
+  if (!failed_.load(std::memory_order_relaxed)) number_lacks_ = lacks_number(cause);
   try {
     abort(cause, true);
   } catch (const std::exception&) {

@@ -363,7 +363,8 @@ class Engine final : private ProgressWork {
   int64_t tuner_handle_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   // The world has failed, but not everything could be told and ended yet.
   bool ending_ PERSEUS_GUARDED_BY(progress_lock) = false;
-  int untold_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // the first peer that is still to be told of a failure
+  int untold_ PERSEUS_GUARDED_BY(progress_lock) = 0;             // the first peer that is still to be told of a failure
+  bool number_lacks_ PERSEUS_GUARDED_BY(progress_lock) = false;  // in the failure's text: this rank's
   const std::string tuner_log_;
 
   mutable Mutex stats_mutex_;

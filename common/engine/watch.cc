@@ -350,7 +350,8 @@ void Engine::abort(const Error& cause, bool tell) {
 void Engine::tell_peers() {
   for (; untold_ < world_.size; ++untold_) {
     if (route_[untold_] == nullptr) continue;
-    const std::string text = kAbortMessage + failure().message.substr(0, 1000);
+    const std::string whose = number_lacks_ ? "rank " + std::to_string(world_.rank) + ": " : "";
+    const std::string text = kAbortMessage + whose + failure().message.substr(0, 1000);
     try {
       route_[untold_]->send_control_message(untold_, text);
     } catch (const Error&) {

@@ -1,6 +1,9 @@
 // What messages call things: in the terms of Horovod's API, or of torch.distributed's process groups. Pure functions.
 #pragma once
 
+#include <string_view>
+
+#include "base/error.h"
 #include "topology/world.h"
 
 namespace perseus {
@@ -33,6 +36,20 @@ inline const Wording& wording(Api api) {
       " give all as many, or train within DistributedDataParallel.join().",
       "rank "};
   return api == Api::kHorovod ? kHorovod : kProcessGroup;
+}
+
+// Does a failure's text, read on other ranks, leave open which rank it is about?
+inline bool lacks_number(const Error& cause) {
+  const std::string_view text = cause.what();
+  for (const char* own : {"this process", "this rank"})
+    if (text.find(own) != std::string_view::npos) return true;
+  if (cause.kind() == ErrorKind::kTimeout) return false;  // of others
+  constexpr std::string_view kRank = "rank ";
+  for (size_t at = text.find(kRank); at != std::string_view::npos; at = text.find(kRank, at)) {
+    at += kRank.size();
+    if (at < text.size() && text[at] >= '0' && text[at] <= '9') return false;
+  }
+  return true;
 }
 
 }  // namespace perseus

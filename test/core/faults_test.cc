@@ -14,7 +14,8 @@ namespace {
 constexpr int kRanks = 3, kSteps = 3, kLimitSeconds = 60;
 constexpr int64_t kElements = 50'001;
 
-enum class Expected { kSurvives, kFails };
+// kIsTold: fails, and every other rank learns the cause and whose it is.
+enum class Expected { kSurvives, kFails, kIsTold };
 
 struct Case {
   const char* name;
@@ -54,6 +55,9 @@ TEST_P(Faults, AreSurvivedOrEndEveryRankWithTheCause) {
                         : c.fault.effect == Effect::kForge ? "wrong authentication code"
                                                            : std::strerror(c.fault.error);
     const bool told = ending.message.find(cause) != std::string::npos;
+    if (c.expected == Expected::kIsTold && rank != c.fault.rank) {
+      EXPECT_TRUE(told && ending.message.find("rank 1: ") != std::string::npos);
+    }
     EXPECT_TRUE(told || (rank != c.fault.rank && ending.message.find(missed) != std::string::npos));
   }
 }
@@ -77,8 +81,8 @@ const Case kShm[] = {
     {"no_timer", "shm", refused(Call::kTimerfd, EMFILE), Expected::kFails},
     {"no_memory_for_epoll", "shm", refused(Call::kEpollCtl, ENOMEM), Expected::kFails},
     {"ring_without_memory", "shm", refused(Call::kFallocate, ENOMEM, 0), Expected::kFails},
-    {"ring_without_mapping", "shm", refused(Call::kMmap, ENOMEM, 0), Expected::kFails},
-    {"ring_without_descriptor", "shm", refused(Call::kMemfd, EMFILE, 0), Expected::kFails},
+    {"ring_without_mapping", "shm", refused(Call::kMmap, ENOMEM, 0), Expected::kIsTold},
+    {"ring_without_descriptor", "shm", refused(Call::kMemfd, EMFILE, 0), Expected::kIsTold},
     {"socket_full_for_a_while", "shm", refused(Call::kSendmsg, EAGAIN, 0, 5), Expected::kSurvives},
     {"no_buffers_for_a_while", "shm", refused(Call::kSendmsg, ENOBUFS, 0, 5), Expected::kSurvives},
     {"no_room_for_descriptors_for_a_while", "shm", refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, 5),
