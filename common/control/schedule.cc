@@ -35,6 +35,8 @@ void Schedule::learn(const std::vector<Entry*>& ready) {
     // It may make the group measure: that is over some steps later, on all ranks, and so before an order is frozen.
     const Description& d = entry->description;
     if (d.compression.automatic && (!entry->name->expected || d.outdated != 0)) same_ = 0;
+    // It broke the schedule: what ranks do has not changed.
+    if (d.outdated != 0 && step_ == thawed_in_) needed_ = std::min(needed_, needed_before_);
     if (!can_be_scheduled(*entry->name)) continue;
     see(entry->name);
     any = true;
@@ -120,11 +122,13 @@ void Schedule::forget() {
 
 void Schedule::thaw(uint64_t batches) {
   const bool lasted = batches / batches_.size() >= kLongEnough;
+  needed_before_ = needed_;
   needed_ = lasted ? kFirstNeeded : std::min(2 * std::max(needed_, kFirstNeeded), kMostNeeded);
   for (const std::vector<Name*>& batch : batches_)
     for (Name* name : batch) name->batch = -1;
   batches_.clear();
   forget();
+  thawed_in_ = step_;
 }
 
 }  // namespace perseus

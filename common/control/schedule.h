@@ -42,8 +42,10 @@ class Schedule {
   size_t expected_seen_ = 0;
   std::vector<Name*> extra_;  // seen in this step and the one before, but not expected
   uint64_t step_ = 1, round_ = 0;
-  int same_ = 0;    // complete steps in a row
-  int needed_ = 0;  // that freeze the order; 0 = not yet broken
+  int same_ = 0;            // complete steps in a row
+  int needed_ = 0;          // that freeze the order; 0 = not yet broken
+  int needed_before_ = 0;   // the last schedule broke
+  uint64_t thawed_in_ = 0;  // the step
 
   std::vector<std::vector<Name*>> batches_;
   uint64_t fingerprint_ = 0, frozen_ = 0;
