@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -39,7 +41,8 @@ using PendingIds = PendingConnections<uint64_t>;
 // How many pending connections there may be: this part of the descriptors of the process, within two bounds.
 constexpr size_t kPendingShare = 8, kLeastPending = 16, kMostPending = 1024;
 constexpr int kPortsTried = 101;
-constexpr uint64_t kNobody = 0;  // no client has this id
+constexpr uint64_t kNobody = 0;      // no client has this id
+constexpr uint32_t kWorldsKept = 8;  // of a job
 
 // Calls a function when its descriptor is ready.
 class Watched : public PollHandler {
@@ -51,6 +54,16 @@ class Watched : public PollHandler {
  private:
   const OnEvent on_event_;
 };
+
+// The decimal number of which the text between two places consists.
+std::optional<uint32_t> number_between(const std::string& text, size_t before, size_t behind) {
+  if (behind == std::string::npos) return std::nullopt;
+  uint32_t number = 0;
+  const char* const end = text.data() + behind;
+  const auto [rest, problem] = std::from_chars(text.data() + before + 1, end, number);
+  if (problem != std::errc() || rest != end) return std::nullopt;
+  return number;
+}
 
 class TcpStoreServer : public StoreServer {
  public:
@@ -205,7 +218,27 @@ class TcpStoreServer : public StoreServer {
         });
     }
     tell_collecting(key, value);
+    forget_worlds_before(key);
     return client.reply(std::make_shared<const std::string>());
+  }
+
+  // A rank sets <job>/<epoch>/left/<r> once all ranks of that world are connected. Nobody but ranks that come very late
+  // asks for what is some worlds older: a job whose worlds follow each other needs no more and more memory here.
+  void forget_worlds_before(const std::string& key) {
+    const size_t word = key.rfind("/left/");
+    const size_t before = word == std::string::npos || word == 0 ? std::string::npos : key.rfind('/', word - 1);
+    if (before == std::string::npos) return;
+    const std::string job = key.substr(0, before + 1);
+    const std::optional<uint32_t> epoch = number_between(key, before, word);
+    if (!epoch || *epoch < kWorldsKept || *epoch <= begun_[job]) return;
+    begun_[job] = *epoch;
+    for (auto next = values_.begin(); next != values_.end();) {
+      const std::string& other = next->first;
+      const bool same_job = other.compare(0, job.size(), job) == 0;
+      const std::optional<uint32_t> of =
+          same_job ? number_between(other, before, other.find('/', before + 1)) : std::nullopt;
+      next = of && uint64_t{*of} + kWorldsKept <= *epoch ? values_.erase(next) : std::next(next);
+    }
   }
 
   void tell_collecting(const std::string& key, const Value& value) {
@@ -291,6 +324,7 @@ class TcpStoreServer : public StoreServer {
   std::unordered_map<uint64_t, std::unique_ptr<StoreConnection>> clients_;
   PendingIds pending_{{kMostPending, kHandshakeLimit}};  // clients that have not proved the secret
   std::unordered_map<std::string, Value> values_;
+  std::unordered_map<std::string, uint32_t> begun_;  // job → its newest world whose ranks are all connected
   std::unordered_map<std::string, std::vector<uint64_t>> parked_;  // ids of those who wait for a key
   std::unordered_set<uint64_t> collecting_;                        // ids of those whose get_all lacks keys
   std::deque<std::pair<int64_t, uint64_t>> due_;                   // when to send what has arrived, and to whom

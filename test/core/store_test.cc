@@ -131,6 +131,35 @@ void check_contract(Store& store) {
   EXPECT_EQ(got, "now");
 }
 
+// Elastic jobs have many worlds. Until one has begun, ranks that come late are to learn why the ones before have not.
+TEST(Store, OnceAWorldHasBegunTheServerForgetsThoseLongBefore) {
+  const auto server = serve();
+  const auto store = client_of(*server);
+  const std::vector<std::string> others = {"world/",          "world/1",  "world/x/rank/0",
+                                           "worlds/1/rank/0", "1/rank/0", "a/world/1/rank/0"};
+  for (const std::string& key : others) store->set(key, "kept");
+  const auto has = [&](const std::string& key) {
+    const size_t number = key.find_last_not_of("0123456789") + 1;
+    if (number == key.size()) return store->get(key, in_ms(kPatienceMs)) == "kept";
+    Values values;
+    return store->get_present(key.substr(0, number), {std::stoi(key.substr(number))}, in_ms(kPatienceMs), into(&values))
+        .empty();
+  };
+  const auto present = [&](int epoch) { return has("world/" + std::to_string(epoch) + "/rank/0"); };
+  for (int epoch = 0; epoch < 12; ++epoch) store->set("world/" + std::to_string(epoch) + "/rank/0", "entry");
+  EXPECT_TRUE(present(0));
+  store->set("world/1/left/1", "");
+  EXPECT_TRUE(present(0));
+  store->set("world/10/left/1", "");
+  for (int epoch = 0; epoch < 12; ++epoch) EXPECT_EQ(present(epoch), epoch >= 3) << epoch;
+  store->set("world/1/rank/0", "late");
+  store->set("world/9/left/1", "");
+  EXPECT_TRUE(present(1));
+  EXPECT_TRUE(present(3));
+  for (const std::string& key : others) EXPECT_TRUE(has(key)) << key;
+  EXPECT_FALSE(has("world/1/left/1"));
+}
+
 TEST(MemoryStore, KeepsTheContract) { check_contract(*make_memory_store()); }
 TEST(MemoryStore, KeepsTheContractOfManyKeys) { check_contract_of_many(*make_memory_store()); }
 
