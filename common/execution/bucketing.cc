@@ -17,9 +17,9 @@ bool same_reduction(const kernels::ReduceSpec& a, const kernels::ReduceSpec& b) 
 
 // Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
 constexpr size_t kFlatBytes = 32 * 1024;
-// Of one exchange in stages: a rank that takes no part in the stage between hosts moves nothing meanwhile, and must not
-// be taken for one that hangs.
-constexpr size_t kMostStaged = 64 * 1024 * 1024;
+// Of one exchange in stages. A rank that takes no part in the stage between hosts moves nothing meanwhile, and must not
+// be taken for one that hangs, though all streams share the link.
+constexpr size_t kMostStaged = 64 * 1024 * 1024, kMostStagedForOthers = 4 * 1024 * 1024;
 
 }  // namespace
 
@@ -195,7 +195,7 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes, Device device) {
 
 Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   const size_t wanted = in_force_.bucket_bytes(fit.most_bytes);
-  const size_t most = fit.stages == 1 ? std::min(wanted, kMostStaged) : wanted;
+  const size_t most = fit.stages == 1 ? std::min(wanted, most_staged()) : wanted;
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
@@ -290,7 +290,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& code
   fit.algorithm = algorithm_of(fit.stages, bytes);
   // Every element is reduced by itself, so where a tensor is cut changes no bits, but in a ring, where its place
   // counts.
-  if (fit.algorithm != Algorithm::kRing) fit.most_bytes = std::min(run_bytes(bytes), staged ? kMostStaged : SIZE_MAX);
+  if (fit.algorithm != Algorithm::kRing) fit.most_bytes = std::min(run_bytes(bytes), staged ? most_staged() : SIZE_MAX);
   for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
     const size_t size = std::min(fit.most_bytes, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
@@ -352,6 +352,12 @@ const Levels& Execution::levels(bool undivided) {
   return levels_[undivided ? 0 : 1];
 }
 
+// The same on all ranks.
+size_t Execution::most_staged() {
+  const Levels& divided = levels(false);
+  return divided.members == divided.groups * divided.shards ? kMostStaged : kMostStagedForOthers;
+}
+
 const Levels& Execution::device_levels() {
   const Levels& divided = levels(false);
   return between_by_nccl_ ? levels_[2] : divided;
@@ -379,7 +385,7 @@ void Execution::add_broadcast(Entry* entry) {
     const size_t bytes = d.tensors[i].bytes();
     Fit fit(entry->buffers[i].device, Collective::kBroadcast, bytes_only, root);
     fit.stages = levels(false).divided() && bytes > kFlatBytes ? 1 : -1;
-    fit.most_bytes = std::min(run_bytes(bytes), fit.stages < 0 ? SIZE_MAX : kMostStaged);
+    fit.most_bytes = std::min(run_bytes(bytes), fit.stages < 0 ? SIZE_MAX : most_staged());
     for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
       const size_t size = std::min(fit.most_bytes, bytes - begin);
       Bucket& bucket = bucket_for(entry, size, fit);

@@ -176,6 +176,8 @@ class Execution {
   void place_in_buckets(const std::vector<Entry*>& ready, const Tuner::InForce& in_force, std::vector<Entry*>* finished,
                         const Batch& batch) PERSEUS_REQUIRES(progress_lock);
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
+  // Bytes of one exchange in stages.
+  size_t most_staged() PERSEUS_REQUIRES(progress_lock);
   // The levels of tensors that are reduced on their devices: where NCCL sums between hosts, all ranks are one inner
   // group.
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
