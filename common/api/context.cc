@@ -75,6 +75,8 @@ constexpr size_t kMostNamed = 16;
 constexpr char kReady[] = "ready", kLeft[] = "left";
 // Stands before the reason where a rank's entry was.
 constexpr char kGaveUp[] = "gave up\n";
+// The reason alone, for those who have read the entry before and ask again and again: entries are long.
+constexpr char kGaveUpWhy[] = "gave_up/";
 // Stands before the version in a rank's entry.
 constexpr char kEntry[] = "perseus ";
 
@@ -158,6 +160,7 @@ std::vector<std::string> news_of(std::vector<std::string> texts) {
 
 void abandon_start(Store& store, const World& world, const std::string& why) {
   store.set(entry_key(world), kGaveUp + why);
+  store.set(prefix_of(world) + kGaveUpWhy + std::to_string(world.rank), why);
 }
 
 Context::Context(const ContextOptions& options)
@@ -298,15 +301,14 @@ void Context::give_up(Store& store, const Error& error) {
 // Of the ranks that have given up this start, the one with the shortest reason knows best: the others repeat it.
 std::string Context::reason_of_another(Store& store) const {
   std::string shortest;
-  const auto on_entry = [&](int rank, const std::string& entry) {
-    if (rank == world_.rank || entry.rfind(kGaveUp, 0) != 0) return;
-    const std::string text =
-        "; rank " + std::to_string(rank) + " has given up this start: " + entry.substr(sizeof kGaveUp - 1);
+  const auto on_reason = [&](int rank, const std::string& why) {
+    if (rank == world_.rank) return;
+    const std::string text = "; rank " + std::to_string(rank) + " has given up this start: " + why;
     if (shortest.empty() || text.size() < shortest.size()) shortest = text;
   };
   try {
     static_cast<void>(
-        store.get_present(job_prefix() + "rank/", ranks_from(0, world_.size), now_ns() + kAnswerTime, on_entry));
+        store.get_present(job_prefix() + kGaveUpWhy, ranks_from(0, world_.size), now_ns() + kAnswerTime, on_reason));
   } catch (const Error&) {
     // The server is gone.
   }
