@@ -403,10 +403,9 @@ void Engine::wind_down() {
   bool moving = point_to_point_.moving() || nccl_order_.waits();
   for (auto& [id, group] : groups_) {
     group->close();
-    const auto last = last_rounds_.find(group->id());
     const bool peer_left = first_left_ >= 0;
-    const bool behind = last != last_rounds_.end() && group->round_idle() && group->rounds() < last->second;
-    const bool round_goes_on = behind || (!group->round_idle() && !never_ends(*group));
+    // No round has ended on another rank that this rank has not begun: every round has a part of every rank.
+    const bool round_goes_on = !group->round_idle() && !never_ends(*group);
     // What some rank has not begun nobody will finish. Who leaves ends a schedule first, unless there is no time.
     const bool scheduled = group->negotiation().scheduled();
     if (scheduled && !peer_left) group->negotiation().break_schedule();
