@@ -149,18 +149,11 @@ class HandleReducer(Reducer):
             reduction.gradients = reduction.sent = reduction.contexts = []
             reduction.others = []
 
-    def written(self, gradient: Any, result: Any) -> Any:
-        """Return a decompressed result. An adapter may override it to write into the gradient."""
-        del gradient
-        return result
-
     def _decompress(self, reduction: Reduction) -> None:
         compression = self.plan.compression
         reduction.gradients = [
-            self.written(gradient, compression.decompress(tensor, context))
-            for gradient, tensor, context in zip(
-                reduction.gradients, reduction.sent, reduction.contexts, strict=True
-            )
+            compression.decompress(tensor, context)
+            for tensor, context in zip(reduction.sent, reduction.contexts, strict=True)
         ]
 
 

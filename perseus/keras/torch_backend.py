@@ -23,6 +23,7 @@ from perseus.process_sets import ProcessSet
 from perseus.torch import data_movement, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
+from perseus.torch.gradient_memory import is_shared
 from perseus.torch.rotation import TorchRotation
 from perseus.torch.session import Adasum, Average, Max, Sum, session
 
@@ -65,7 +66,7 @@ class _Reducer(HandleReducer):
     ) -> tuple[list[torch.Tensor], bool]:
         """See BackendReducer."""
         self._rate = _number(learning_rate)
-        tensors = [dense(gradient).detach().contiguous() for gradient in gradients]
+        tensors = [_reducible(gradient) for gradient in gradients]
         reductions: list[Reduction] = []
         failures = Failures()
         try:
@@ -140,6 +141,13 @@ def compared(
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """See Backend."""
     return gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+
+def _reducible(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor that can be reduced in place: a copy if others use the memory."""
+    if gradient.layout != torch.strided:
+        return gradient.to_dense()
+    return (gradient.clone() if is_shared(gradient) else gradient).detach().contiguous()
 
 
 def zeros_like(variable: Any) -> torch.Tensor:

@@ -7,7 +7,6 @@ for each parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 
@@ -20,6 +19,7 @@ from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.plan import Plan
 from perseus.memory import keep_freed_memory
 from perseus.torch.functions import broadcast_object
+from perseus.torch.gradient_memory import SharedMemory
 from perseus.torch.hooks import on_gradient
 from perseus.torch.session import keep, session
 from perseus.torch.sparse import empty_like, start_sparse_allreduce
@@ -31,13 +31,16 @@ _TOO_MANY = (
 
 
 class _Bundle(Reduction):
-    """The gradients that one operation reduces: those of one parameter or of a group."""
+    """The gradients that one operation reduces: those of one parameter or of a group.
 
-    __slots__ = ("parameters", "passes_left", "unhook", "waiting")
+    dense: the parameters to which Reduction.gradients belong.
+    """
+
+    __slots__ = ("dense", "parameters", "passes_left", "unhook", "waiting")
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
         super().__init__(name, name)
-        self.parameters = parameters
+        self.parameters = self.dense = parameters
         self.passes_left: list[int] = []  # for each parameter, until its gradient is complete
         self.waiting = 0  # the number of parameters whose gradients are not complete
         self.unhook: list[Callable[[], object]] = []  # removes the hooks of the parameters
@@ -72,6 +75,7 @@ class GradientReducer(HandleReducer):
         self.step_of = step_of
         # The number of sparse dimensions, for parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
+        self._memory = SharedMemory()
         self.applies = True
         self.begins_world = False
         self._take(_make_bundles(parameters, names, plan))
@@ -154,6 +158,7 @@ class GradientReducer(HandleReducer):
     def forget_begun(self) -> None:
         """See HandleReducer."""
         super().forget_begun()
+        self._memory.end_step()
         self.begins_world = True
         self.reset()
 
@@ -172,7 +177,10 @@ class GradientReducer(HandleReducer):
         if not self.applies and basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1:
             self.unapplied = True  # all gradients may have had a NaN, but none was merely held
         for bundle in self.reductions:
+            for parameter, result in zip(bundle.dense, bundle.gradients, strict=False):
+                self._write(parameter, result)
             bundle.gradients = []
+        self._memory.end_step()
         self.reset()
         failures.raise_first()
 
@@ -181,9 +189,24 @@ class GradientReducer(HandleReducer):
         for tensor in reduction.sent:  # which a hook has made, maybe on another stream
             keep(tensor)
 
-    def written(self, gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Write a decompressed result into p.grad."""
-        return gradient if result is gradient else gradient.copy_(result)
+    def _write(self, parameter: torch.Tensor, result: torch.Tensor) -> None:
+        """Write a result into p.grad, unless it is there.
+
+        p.grad remains the same object, because scripts may hold it. It may be another one than that
+        which was reduced: then the script has replaced it, on this rank at least.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            if not result.is_sparse:  # some optimizers require that it stays sparse
+                result = result.to_sparse(self._sparse_dims[parameter])
+            gradient.data = result
+        elif result.is_sparse:
+            parameter.grad = result
+        elif gradient.data_ptr() != result.data_ptr():
+            gradient.copy_(result)
+            keep(result)  # which a hook may have made on another stream
 
     def _count(self, _: torch.Tensor, place: tuple[_Bundle, int]) -> None:
         """Count a backward pass for a parameter; start the reduction of a complete bundle.
@@ -201,7 +224,8 @@ class GradientReducer(HandleReducer):
                 self._start(bundle)
 
     def _start(self, bundle: _Bundle) -> None:
-        gradients = [self._gradient(bundle, parameter) for parameter in bundle.parameters]
+        bundle.dense = bundle.parameters
+        gradients = [self._gradient(parameter) for parameter in bundle.parameters]
         for gradient in gradients:  # any() over a generator costs 0.3 µs
             if gradient.is_sparse:
                 gradients = self._start_sparse(bundle, gradients)
@@ -213,7 +237,8 @@ class GradientReducer(HandleReducer):
                 self.unapplied = False
             self.begin(bundle, gradients, rate, momentum)
 
-    def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what is to be reduced: a dense tensor that nothing else uses, or a sparse one."""
         gradient = parameter.grad
         if gradient is None:
             if parameter in self._sparse_dims:
@@ -221,39 +246,45 @@ class GradientReducer(HandleReducer):
             else:
                 gradient = torch.zeros_like(parameter)
             parameter.grad = gradient
-        if gradient.is_sparse and self.plan.sparse_as_dense:
-            dims = self._sparse_dims[parameter] = gradient.sparse_dim()
-            dense = gradient.to_dense()
-            # The result is made sparse again, because some optimizers require it.
-            bundle.others.append(lambda: _replace(parameter, dense.to_sparse(dims)))
-            gradient = dense
-        return gradient
+        if gradient.is_sparse:
+            if not self.plan.sparse_as_dense:
+                return gradient
+            self._sparse_dims[parameter] = gradient.sparse_dim()
+            return gradient.to_dense()
+        if self._memory.concerns(gradient):
+            return gradient.detach().clone()
+        # It holds the memory, also where the script gives p.grad another one by p.grad.data = ….
+        return gradient.detach()
 
     def _start_sparse(self, bundle: _Bundle, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Start the reduction of each sparse gradient; return the dense ones."""
         plan = self.plan
+        bundle.dense = []
         for parameter, gradient in zip(bundle.parameters, gradients, strict=True):
-            if gradient.is_sparse:
-                check_sparse(self.names[parameter], "torch")
-                self._sparse_dims[parameter] = gradient.sparse_dim()
-                finish = start_sparse_allreduce(
-                    gradient, self.names[parameter], plan.op, plan.process_set, plan.compression,
-                    gradient_of=self.number,
-                )  # fmt: skip
-                bundle.others.append(partial(_finish_sparse, parameter, finish))
+            if not gradient.is_sparse:
+                bundle.dense.append(parameter)
+                continue
+            check_sparse(self.names[parameter], "torch")
+            self._sparse_dims[parameter] = gradient.sparse_dim()
+            finish = start_sparse_allreduce(
+                gradient, self.names[parameter], plan.op, plan.process_set, plan.compression,
+                gradient_of=self.number,
+            )  # fmt: skip
+            bundle.others.append(self._finishing(parameter, finish))
         return [gradient for gradient in gradients if not gradient.is_sparse]
 
+    def _finishing(
+        self, parameter: torch.Tensor, finish: Callable[[], torch.Tensor | None]
+    ) -> Callable[[], bool]:
+        """Return what waits for a sparse gradient; it returns False if it has a NaN to skip."""
 
-def _finish_sparse(parameter: torch.Tensor, finish: Callable[[], torch.Tensor | None]) -> bool:
-    """Wait for a sparse gradient; return whether to apply it, false if it has a NaN to skip."""
-    result = finish()
-    return result is not None and _replace(parameter, result)
+        def wait() -> bool:
+            result = finish()
+            if result is not None:
+                self._write(parameter, result)
+            return result is not None
 
-
-def _replace(parameter: torch.Tensor, result: torch.Tensor) -> bool:
-    if parameter.grad is not None:
-        parameter.grad.data = result
-    return True
+        return wait
 
 
 def _make_bundles(

@@ -249,3 +249,22 @@ def check_gradients_that_are_changed_are_counted_once() -> None:
             np.testing.assert_allclose(
                 arrays_of([variable])[0], -0.5 * sum(every), rtol=1e-3, atol=1e-3
             )
+
+
+def check_gradients_that_share_their_memory() -> None:
+    """Autograd gives two variables one gradient, or one that it still needs."""
+    if keras.backend.backend() != "torch":
+        return
+    import torch
+
+    variables = [keras.Variable(np.zeros(4, "float32"), name=f"v{index}") for index in range(2)]
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), compression=hvd.Compression.none
+    )
+    own = torch.arange(4.0) * (hvd.rank() + 1)
+    shared = own.clone()
+    optimizer.apply([shared, shared.view(4)], variables)
+    assert torch.equal(shared, own)
+    mean = np.arange(4, dtype="float32") * (hvd.size() + 1) / 2
+    for variable in variables:
+        assert np.array_equal(keras.ops.convert_to_numpy(variable), -mean)

@@ -1,0 +1,96 @@
+"""DistributedOptimizer: p.grad that shares memory, is replaced, or is changed by other hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from patterns import assert_same, everyone, values
+from torch import nn
+
+import perseus.torch.horovod as hvd
+
+
+def _zeros(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+
+
+def _wrapped(parameters: list[nn.Parameter], **options: Any) -> Any:
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=1.0),
+        named_parameters=[(f"p{index}", p) for index, p in enumerate(parameters)],
+        **options,
+    )
+
+
+def _own(shape: tuple[int, ...], salt: int = 0) -> torch.Tensor:
+    return values(shape, torch.float32, hvd.rank(), salt)
+
+
+def _total(shape: tuple[int, ...], salt: int = 0) -> torch.Tensor:
+    return everyone(shape, torch.float32, salt).sum(0).to(torch.float32)
+
+
+def _mean(shape: tuple[int, ...], salt: int = 0) -> torch.Tensor:
+    return everyone(shape, torch.float32, salt).mean(0).to(torch.float32)
+
+
+def check_two_parameters_get_one_gradient_from_autograd() -> None:
+    for groups in (None, 1):
+        for salt in range(3):
+            p, q = _zeros((4,), (4,))
+            optimizer = _wrapped([p, q], op=hvd.Sum, groups=groups)
+            ((p.view(2, 2) + q.view(2, 2)) * _own((2, 2), salt)).sum().backward()
+            assert p.grad.data_ptr() == q.grad.data_ptr()
+            before = p.grad, q.grad
+            optimizer.synchronize()
+            assert p.grad is before[0]
+            assert q.grad is before[1]
+            for each in (p, q):
+                assert_same(each.grad, _total((4,), salt))
+
+
+def check_backward_still_needs_the_memory_of_a_gradient() -> None:
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        weight, bias = _zeros((3, 5), (5,))
+        optimizer = _wrapped([weight, bias], op=hvd.Sum, compression=compression)
+        row = torch.tensor([[1.0, 2.0, 4.0]])
+        product = row @ weight
+        # Runs between the hook of the bias and the gradient of the weight.
+        product.register_hook(lambda _, o=optimizer: o._reducer.wait())
+        ((product + bias.view(1, 5)) * _own((1, 5))).sum().backward()
+        assert optimizer._reducer.reductions[1].handle != 0
+        optimizer.synchronize()
+        assert_same(bias.grad, _total((5,)))
+        assert_same(weight.grad, row.t() @ _total((1, 5)))
+
+
+def check_gradients_in_one_buffer_are_copied_in_the_first_step_only() -> None:
+    shapes = [(3,), (2, 2), (5,)]
+    parameters = _zeros(*shapes)
+    optimizer = _wrapped(parameters)
+    buffer = torch.zeros(12)
+    for p, place in zip(parameters, buffer.split([3, 4, 5]), strict=True):
+        p.grad = place.view(p.shape)
+    views = [p.grad for p in parameters]
+    for step in range(3):
+        buffer.zero_()
+        sum((p * _own(p.shape, step)).sum() for p in parameters).backward()
+        for reduction, view in zip(optimizer._reducer.reductions, views, strict=True):
+            in_place = reduction.gradients[0].data_ptr() == view.data_ptr()
+            assert in_place == (step > 0), step
+        optimizer.synchronize()
+        assert_same(buffer, torch.cat([_mean(shape, step).reshape(-1) for shape in shapes]))
+        assert all(p.grad is view for p, view in zip(parameters, views, strict=True))
+
+
+def check_gradients_that_overlap() -> None:
+    parameters = _zeros((4,), (4,))
+    optimizer = _wrapped(parameters, op=hvd.Sum)
+    buffer = torch.zeros(6)
+    for p, start in zip(parameters, (0, 2), strict=True):
+        p.grad = buffer[start : start + 4]
+    for step in range(3):
+        buffer.copy_(_own((6,), step))
+        optimizer.synchronize()
+        assert_same(buffer, _total((6,), step))
