@@ -84,8 +84,8 @@ class Overlap:
     def _finish(self, name: str) -> None:
         synchronize(self._begun.pop(name).reduction.handle)
 
-    def _on_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        if not self._announced:
+    def _on_gradient(self, parameter: torch.Tensor, name: str, last: bool) -> None:
+        if not self._announced or not last:
             return
         begin, gradient = self._begin(), parameter.grad
         if begin is None or gradient is None or gradient.layout != torch.strided:

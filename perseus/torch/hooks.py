@@ -28,10 +28,13 @@ def calls_hooked_step(step: Step) -> Step:
 def on_gradient(
     parameter: torch.Tensor,
     owner: Owner,
-    call: Callable[[Owner, torch.Tensor, Known], None],
+    call: Callable[[Owner, torch.Tensor, Known, bool], None],
     known: Known,
 ) -> Callable[[], object]:
-    """Let every backward pass that reaches the parameter call call(owner, parameter, known).
+    """Let every backward pass that reaches the parameter call call(owner, parameter, known, last).
+
+    last: whether all hooks of others have run, so that p.grad is what this pass leaves. If not, it
+        will be true from the next pass on, until the script registers another hook.
 
     The hook is removed when the owner is destroyed, or by the function that is returned. It does
     not keep the owner alive, because models outlive their optimizers.
@@ -41,9 +44,24 @@ def on_gradient(
     def hook(reached: torch.Tensor) -> None:
         living = reference()
         if living is not None:
-            call(living, reached, known)
+            call(living, reached, known, _is_last(reached, registration.id))
 
+    hook.of_perseus = True  # type: ignore[attr-defined]
     registration = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     remove = weakref.finalize(owner, registration.remove)
     remove.atexit = False
     return remove
+
+
+def _is_last(parameter: torch.Tensor, number: int) -> bool:
+    """Return whether only hooks of on_gradient() follow this one; else put it at the end."""
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    for each in reversed(hooks):
+        if each == number:
+            return True
+        if not hasattr(hooks[each], "of_perseus"):
+            break
+    moved = hooks.pop(number, None)  # autograd goes through a copy
+    if moved is not None:
+        hooks[number] = moved
+    return False

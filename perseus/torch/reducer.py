@@ -208,10 +208,11 @@ class GradientReducer(HandleReducer):
             gradient.copy_(result)
             keep(result)  # which a hook may have made on another stream
 
-    def _count(self, _: torch.Tensor, place: tuple[_Bundle, int]) -> None:
+    def _count(self, _: torch.Tensor, place: tuple[_Bundle, int], last: bool) -> None:
         """Count a backward pass for a parameter; start the reduction of a complete bundle.
 
-        place: the bundle, and the parameter's index in it.
+        place: the bundle, and the parameter's index in it. last: see on_gradient(); if a hook of
+            the script may still change the gradient, synchronize() starts the reduction.
         """
         bundle, index = place
         left = bundle.passes_left[index] - 1
@@ -220,7 +221,7 @@ class GradientReducer(HandleReducer):
         bundle.passes_left[index] = left
         if left == 0:
             bundle.waiting -= 1
-            if bundle.waiting == 0:
+            if bundle.waiting == 0 and last:
                 self._start(bundle)
 
     def _start(self, bundle: _Bundle) -> None:

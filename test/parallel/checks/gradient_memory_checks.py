@@ -9,6 +9,7 @@ from patterns import assert_same, everyone, values
 from torch import nn
 
 import perseus.torch.horovod as hvd
+from perseus.torch.compression import Compressor
 
 
 def _zeros(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -94,3 +95,78 @@ def check_gradients_that_overlap() -> None:
         buffer.copy_(_own((6,), step))
         optimizer.synchronize()
         assert_same(buffer, _total((6,), step))
+
+
+def check_a_gradient_that_the_script_replaces_is_averaged() -> None:
+    def replace(p: nn.Parameter) -> None:
+        p.grad = p.grad + 100 * hvd.rank()
+
+    def give_memory(p: nn.Parameter) -> None:
+        p.grad.data = p.grad + 100 * hvd.rank()
+
+    def on_one_rank(p: nn.Parameter) -> None:
+        if hvd.rank() == 1:
+            replace(p)
+
+    for change in (replace, give_memory, on_one_rank):
+        for options in ({}, {"groups": 1}, {"compression": _Own}):
+            parameters = _zeros((4,), (2, 3))
+            optimizer = _wrapped(parameters, **options)
+            sum((p * _own(p.shape)).sum() for p in parameters).backward()
+            for p in parameters:
+                change(p)
+            optimizer.step()
+            for p in parameters:
+                assert_same(p.grad, _mean(p.shape))
+                assert_same(p.detach(), -_mean(p.shape))
+
+
+class _Own(Compressor):
+    """Sends float64."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.double(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+def check_a_sparse_gradient_that_the_script_replaces_is_averaged() -> None:
+    for as_dense in (False, True):
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = _wrapped(list(model.parameters()), sparse_as_dense=as_dense)
+        for replaced in (lambda grad: grad * 2, torch.Tensor.to_dense):
+            optimizer.zero_grad()
+            (model(torch.tensor([hvd.rank()])) * _own((1, 3))).sum().backward()
+            model.weight.grad = replaced(model.weight.grad)
+            optimizer.synchronize()
+            expected = torch.zeros(5, 3)
+            for rank in range(hvd.size()):
+                expected[rank] = values((3,), torch.float32, rank) / hvd.size()
+            assert_same(model.weight.grad.to_dense(), expected)
+
+
+def check_a_later_hook_of_the_script_changes_what_is_reduced() -> None:
+    for options in ({}, {"groups": 1}):
+        parameters = _zeros((4,), (2, 3))
+        optimizer = _wrapped(parameters, op=hvd.Sum, **options)
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 2))
+        for step in range(3):
+            optimizer.zero_grad()
+            sum((p * _own(p.shape, step)).sum() for p in parameters).backward()
+            begun = [reduction.is_under_way() for reduction in optimizer._reducer.reductions]
+            assert all(begun) if step > 0 else not any(begun), (step, begun)
+            optimizer.synchronize()
+            for p in parameters:
+                clipped = everyone(p.shape, torch.float32, step).clamp(-1, 2)
+                assert_same(p.grad, clipped.sum(0).to(torch.float32))
+        (p,) = parameters[:1]
+        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(10))
+        optimizer.zero_grad()
+        sum((p * _own(p.shape)).sum() for p in parameters).backward()
+        optimizer.synchronize()
+        clipped = everyone(p.shape, torch.float32).clamp(-1, 2) * 10
+        assert_same(p.grad, clipped.sum(0).to(torch.float32))
