@@ -55,7 +55,7 @@ def on_gradient(
 
 def _is_last(parameter: torch.Tensor, number: int) -> bool:
     """Return whether only hooks of on_gradient() follow this one; else put it at the end."""
-    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks = parameter._post_accumulate_grad_hooks
     for each in reversed(hooks):
         if each == number:
             return True
