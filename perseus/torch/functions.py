@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -90,12 +91,17 @@ def _take_over(tensors: Sequence[torch.Tensor], root_rank: int) -> bool:
     return known_blocks.take_over(arrays, [(tuple(t.shape), t.dtype) for t in tensors])
 
 
-def initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, dict[str, Any]]:
+def initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
     """Return the state that the optimizer's constructor makes.
 
-    Of torch's optimizers only Adagrad's makes any, which its step() needs before torch 2.12.
+    Of torch's optimizers only Adagrad's makes any, which its step() needs before torch 2.12. That
+    of others cannot be told from what their steps have made, so all of it is copied.
     """
-    state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        copied: dict[int, Any] = {id(p): p for p in parameters_of(optimizer)}  # parameters stay
+        copies = {key: deepcopy(value, copied) for key, value in optimizer.state.items()}
+        return defaultdict(dict, copies)
+    state: defaultdict[Any, Any] = defaultdict(dict)
     if isinstance(optimizer, torch.optim.Adagrad):
         value = optimizer.defaults["initial_accumulator_value"]
         for parameter, old in optimizer.state.items():

@@ -351,7 +351,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 ) -> _DistributedOptimizer | AdasumOptimizer:
     """Return an optimizer of the same class that reduces gradients over all ranks before each step.
 
-    optimizer: any torch optimizer. The result shares its param_groups but not its present state.
+    optimizer: any torch optimizer. The result shares its param_groups but not its present state,
+        which is copied from optimizers outside torch.optim.
     named_parameters: `model.named_parameters()`, so that ranks match gradients by name; it must
         name every parameter. Without it, parameters must be in the same order on all ranks.
     compression: how gradients are encoded on their way. Without it the settings decide, by default

@@ -117,6 +117,31 @@ def test_an_optimizer_whose_constructor_needs_more_arguments():
     assert model.weight.item() == 0.75
 
 
+def test_an_optimizer_whose_constructor_makes_state():
+    class Tracking(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {"sum": torch.full_like(p, 2.0), "of": p, "steps": 0}
+
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["steps"] += 1
+                state["sum"] += p.grad
+                state["of"].data.sub_(state["sum"])
+
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 5.0]))
+    plain = Tracking([parameter])
+    optimizer = hvd.DistributedOptimizer(plain)
+    (parameter * torch.tensor([3.0, 4.0])).sum().backward()
+    optimizer.step()
+    assert parameter.tolist() == [-4.0, -1.0]
+    assert optimizer.state[parameter]["sum"].tolist() == [5.0, 6.0]
+    assert optimizer.state[parameter]["steps"] == 1
+    assert plain.state[parameter]["sum"].tolist() == [2.0, 2.0]
+
+
 def test_schedulers_and_step_hooks_see_each_step_once():
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
