@@ -153,6 +153,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         joining ones if hosts average parameters instead of gradients.
         """
         reducer = self._reducer
+        if reducer.begins_world:
+            self._follow_world()
         # A new rank of an elastic job knows the present ones only.
         if reducer.begins_world and reducer.has_begun_only(parameters_of(self)):
             self._follow_parameters()
@@ -164,6 +166,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if not self._steps_now:
             self._take_turn()
         self._synchronized = True
+
+    def _follow_world(self) -> None:
+        """Begin or end to take part if ranks have changed, with which a process set has others."""
+        takes_part = _takes_part(self._reducer.plan.process_set)
+        if takes_part == self._takes_part:
+            return
+        self._takes_part = takes_part
+        reducer = self._reducer
+        if takes_part:
+            known = [p for p in parameters_of(self) if p.requires_grad and p in reducer.names]
+            reducer.add_all(known)
+        else:
+            reducer.keep([])
 
     def _follow_parameters(self) -> list[torch.Tensor]:
         """Let the reducer know those that have joined, become trainable or gone.
@@ -394,7 +409,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         return adasum_optimizer(
             optimizer, names, compression, backward_passes_per_step, process_set
         )
-    active = included and (not alone() or basics.settings_act_on_gradients())
+    active = _takes_part(process_set)
     trainable = [p for p in parameters if p.requires_grad]
     rotation = None
     if included and not alone() and trainable and (parts := parts_of(plan.compression)) > 1:
@@ -425,6 +440,12 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         steps_of(made, wrapped),
     )
     return made
+
+
+def _takes_part(process_set: ProcessSet) -> bool:
+    """Return whether this rank has gradients to reduce."""
+    acts = not alone() or basics.settings_act_on_gradients()
+    return bool(process_set.included()) and acts
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -86,6 +86,10 @@ class GradientReducer(HandleReducer):
         """Reduce more parameters, which `names` has, from now on; none of them in a group."""
         self._take([_Bundle(self.names[p], [p]) for p in parameters])
 
+    def add_all(self, parameters: list[torch.Tensor]) -> None:
+        """Reduce parameters, which `names` has, from now on, in the groups of the plan."""
+        self._take(_make_bundles(parameters, self.names, self.plan))
+
     def catch_up(self, added: list[torch.Tensor]) -> None:
         """Do what synchronize() would have done for parameters that were added after it."""
         if added:
@@ -167,12 +171,13 @@ class GradientReducer(HandleReducer):
         for bundle in self.reductions:
             if bundle.handle == 0 and not bundle.others:
                 self._start(bundle)
+        self.begins_world = False
         self.finish_begun()
 
     def finish_begun(self) -> None:
         """Wait for reductions in flight; raise once all have ended if one failed. See Failures."""
         failures = Failures()
-        self.applies, self.begins_world = True, False
+        self.applies = True
         self.applies = self.finish(self.reductions, failures)
         if not self.applies and basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1:
             self.unapplied = True  # all gradients may have had a NaN, but none was merely held
@@ -214,6 +219,8 @@ class GradientReducer(HandleReducer):
         place: the bundle, and the parameter's index in it. last: see on_gradient(); if a hook of
             the script may still change the gradient, synchronize() starts the reduction.
         """
+        if self.begins_world and not self.plan.process_set.included():
+            return  # it was a member in an earlier world
         bundle, index = place
         left = bundle.passes_left[index] - 1
         if left < 0:

@@ -25,7 +25,8 @@ early, last: the third process ends before it joins, before or after the others 
 slow: the third process takes 5 s to load.
 asleep: the first process that comes after another one was killed stops itself before it joins.
 thread: a rank of localhost has a thread that does not end.
-sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks and their sum.
+sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks, their sum, and
+    the gradient in a DistributedOptimizer that a process has had since it began.
 status: rank 1 ends with exit status 7 after its last step, 2 s before the others.
 
 Every rank adds the same gradient, a small whole number that differs per step and index. So the
@@ -96,7 +97,9 @@ def train(state: Any) -> None:
         sums = None
         if own.process_set_id is not None and own.included():
             sums = int(hvd.allreduce(np.array([hvd.rank() + 1]), op=hvd.Sum, process_set=own)[0])
-        print("set", hvd.rank(), hvd.size(), own.process_set_id, own.ranks, sums, flush=True)
+        gradient = summed_in(own, hvd.rank() + 1)
+        place = hvd.rank(), hvd.size(), own.process_set_id
+        print("set", *place, own.ranks, sums, gradient, flush=True)
     control.barrier()  # whoever leaves earlier ends what others still do in their sets
     while (
         state.step < PLAN["steps"]
@@ -109,6 +112,16 @@ def train(state: Any) -> None:
         happen(state)
         time.sleep(0.02)
         state.commit()
+
+
+def summed_in(own: Any, gradient: int) -> int:
+    """Let the set's optimizer take a step; returns what the gradient has become."""
+    parameter, optimizer = optimizers[own]
+    optimizer.load_state_dict(optimizer.state_dict())  # as elastic states do
+    optimizer.zero_grad()
+    (parameter * gradient).backward()
+    optimizer.step()
+    return int(parameter.grad)
 
 
 def kill_in_the_third_world() -> None:
@@ -147,6 +160,17 @@ if QUIRK == "thread" and os.environ["HOROVOD_HOSTNAME"] == "localhost":
     threading.Thread(target=time.sleep, args=[600]).start()
 sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 2])] if QUIRK == "sets" else []
 hvd.init(process_sets=sets)
+optimizers = {}
+if sets:
+    import torch
+
+    from perseus.torch import DistributedOptimizer
+
+    for each in sets:
+        parameter = torch.nn.Parameter(torch.zeros(()))
+        inner = torch.optim.SGD([parameter], lr=1.0)
+        made = DistributedOptimizer(inner, [("p", parameter)], op=hvd.Sum, process_set=each)
+        optimizers[each] = parameter, made
 state = elastic.ObjectState(from_rank_0, hvd.rank, weights=np.zeros(1000), step=0)
 if QUIRK == "reset":
     state.register_reset_callbacks([kill_in_the_third_world])

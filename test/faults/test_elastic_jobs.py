@@ -242,15 +242,17 @@ def test_rank_0_is_one_that_has_the_state(tmp_path: Path) -> None:
     assert after[0].step > 4
 
 
-def test_process_sets_have_the_ranks_that_exist(tmp_path: Path) -> None:
-    events = [{"step": 5, "what": "kill", "rank": 1}]
+@pytest.mark.parametrize("killed", [0, 1])
+def test_process_sets_have_the_ranks_that_exist(tmp_path: Path, killed: int) -> None:
+    events = [{"step": 5, "what": "kill", "rank": killed}]
     flags = ["-np", 3, "--min-np", 2, "--blacklist-cooldown-range", 1, 1]
     job = run(tmp_path, *flags, events=events, size=3, worlds=3, quirk="sets")
     expect_success(job, 3, 2, 3)
     found = Counter(re.findall(r"<stdout>:set (\d \d .*)", job.output))
-    whole = ["0 3 1 [0, 2] 4", "0 3 2 [1, 2] None", "1 3 1 [0, 2] None", "1 3 2 [1, 2] 5"]
-    whole += ["2 3 1 [0, 2] 4", "2 3 2 [1, 2] 5"]
-    smaller = ["0 2 1 [0] 1", "0 2 2 [1] None", "1 2 1 [0] None", "1 2 2 [1] 2"]
+    # The sum over the set, and the gradient: a rank that is no member keeps its own.
+    whole = ["0 3 1 [0, 2] 4 4", "0 3 2 [1, 2] None 1", "1 3 1 [0, 2] None 2"]
+    whole += ["1 3 2 [1, 2] 5 5", "2 3 1 [0, 2] 4 4", "2 3 2 [1, 2] 5 5"]
+    smaller = ["0 2 1 [0] 1 1", "0 2 2 [1] None 1", "1 2 1 [0] None 2", "1 2 2 [1] 2 2"]
     assert found == Counter([*whole, *whole, *smaller]), job.output
 
 
