@@ -210,6 +210,16 @@ def all_applied_here(compression: type[Compressor]) -> type[Compressor]:
     return type(compression.__name__, (compression,), own)
 
 
+def castable(compression: type[Compressor], sums: bool) -> type[Compressor]:
+    """A compression for a reduction that the core encodes only if it sums or averages.
+
+    Adapters cast tensors to 16 bits for others, as Horovod does.
+    """
+    compression = compressor(compression)
+    cast = not sums and compression.in_core and compression.codec in (FLOAT16, BFLOAT16)
+    return all_applied_here(compression) if cast else compression
+
+
 @cache  # adapters recognise a gradient's codec by its class
 def _with_argument(kind: type[Compressor], argument: float) -> type[Compressor]:
     return type(kind.__name__, (kind,), {"argument": argument})

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from perseus import basics
-from perseus.compression import Compressor, InsideCompressor
+from perseus.compression import Compressor, InsideCompressor, castable
 from perseus.errors import HorovodInternalError, MismatchError
 from perseus.gradients.arguments import (
     check_adasum_of_steps,
@@ -397,7 +397,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     names = _names(optimizer, parameters, named_parameters)
     plan = Plan(
         groups=checked_groups(groups, num_groups, "tensor", _identity),
-        compression=compression,
+        compression=castable(compression, op in (Average, Sum)),
         op=op,
         predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,

@@ -28,12 +28,14 @@ import torch
 
 from perseus.arguments import checked_compression
 from perseus.compat.common.extensions import get_average_backwards_compatibility_fun
-from perseus.compression import EXACT, applied_here
+from perseus.compression import EXACT, applied_here, castable
 from perseus.process_sets import ProcessSet, global_process_set, number_of
 from perseus.torch import session as session_module
 from perseus.torch.compression import Compression, Compressor
 from perseus.torch.session import (
     ALLREDUCE,
+    Average,
+    Sum,
     session,
     synchronize,
     wants_grad,
@@ -102,6 +104,7 @@ def allreduce(
     """
     if op is None or average is not None:
         op = _resolve_op(op, average)
+    compression = castable(checked_compression(compression, "torch"), op in (Average, Sum))
     codec = _codec(compression, name)
     compression = applied_here(compression)
     tensor, context = compression.compress(tensor)
@@ -132,7 +135,6 @@ def _start(
 
 
 def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]:
-    compression = checked_compression(compression, "torch")
     if compression.stateful and name is None:
         raise ValueError(
             f"[torch] {compression.__name__} keeps what it holds back under the tensor's name: "
@@ -259,6 +261,7 @@ def grouped_allreduce(
     """The reductions of several tensors as one operation, as new tensors. Differentiable."""
     if op is None or average is not None:
         op = _resolve_op(op, average)
+    compression = castable(checked_compression(compression, "torch"), op in (Average, Sum))
     codec = _codec(compression, name)
     compression = applied_here(compression)
     pairs = [compression.compress(tensor) for tensor in group_members(tensors)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from gradient_settings import apart
-from patterns import assert_job_usable, raised, values
+from patterns import assert_job_usable, assert_same, raised, values
 from torch import nn
 
 import perseus.torch.horovod as hvd
@@ -304,10 +304,40 @@ def check_what_makes_no_sense_is_refused() -> None:
     )
     assert "is int32: int8, int4, int2, top-k, rotate and PowerSGD compress floating-point" in text
     text = raised(
-        ValueError, lambda: hvd.allreduce(x, op=hvd.Max, compression=hvd.Compression.bf16)
+        ValueError, lambda: hvd.allreduce(x, op=hvd.Max, name="m", compression=hvd.Compression.int8)
     )
     assert "use op=Sum or op=Average" in text
     assert_job_usable()
+
+
+def check_other_reductions_than_sums_are_cast() -> None:
+    reductions = {hvd.Min: torch.amin, hvd.Max: torch.amax, hvd.Product: torch.prod}
+    for compression, dtype in (
+        (hvd.Compression.fp16, torch.float16),
+        (hvd.Compression.bf16, torch.bfloat16),
+    ):
+        # 1/3 and its multiples are rounded to 16 bits before they are reduced.
+        everyone_has = [torch.arange(1.0, 6.0) * (rank + 1) / 3 for rank in range(hvd.size())]
+        cast = torch.stack([each.to(dtype).float() for each in everyone_has])
+        own = everyone_has[hvd.rank()]
+        for op, reduce in reductions.items():
+            expected = reduce(cast, 0).to(dtype).float()
+            if op == hvd.Product and hvd.size() > 2:
+                continue  # rounded between factors
+            assert_same(hvd.allreduce(own, op=op, compression=compression), expected)
+            pair = hvd.grouped_allreduce([own, own.int()], op=op, compression=compression)
+            assert_same(pair[0], expected)
+            assert_same(pair[1], reduce(torch.stack(everyone_has).int(), 0).int())
+            parameter = nn.Parameter(torch.zeros(5))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), op=op, compression=compression
+            )
+            (parameter * own).sum().backward()
+            optimizer.step()
+            assert_same(parameter.grad, expected)
+        combined = hvd.allreduce(own, op=hvd.Adasum, compression=compression)
+        plain = hvd.allreduce(own.to(dtype), op=hvd.Adasum)
+        assert_same(combined, plain.float())
 
 
 # ---- what codecs hold back ----
