@@ -26,6 +26,7 @@ from perseus.torch.session import (
     Average,
     place,
     session,
+    splits_devices,
     synchronize,
     wants_grad,
 )
@@ -274,13 +275,17 @@ def alltoall_async(
     splits: int32 rows for each rank (list, array or 1-D tensor); their sum may be less than the
     first dimension, the tail is not sent. None: equal parts.
     synchronize returns the rows in rank order; with splits (output, received_splits), the latter
-    an int32 tensor of the rows that came from each rank. ValueError for splits that do not fit.
+    an int32 tensor of the rows that came from each rank, on the device of `splits` if that is a
+    tensor. ValueError for splits that do not fit.
     """
     values = _checked_splits(tensor, splits, place(process_set)[1])
-    return session.submit(
+    handle = session.submit(
         ALLTOALL, name, tensor, splits=None if splits is None else values,
         group=number_of(process_set),
     )  # fmt: skip
+    if isinstance(splits, torch.Tensor) and splits.device.type != "cpu":
+        splits_devices[handle] = splits.device
+    return handle
 
 
 def alltoall(
@@ -296,7 +301,7 @@ def alltoall(
     if wants_grad(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
         return output if splits is None else (output, received)
-    return session.synchronize(alltoall_async(tensor, splits, name, process_set))
+    return synchronize(alltoall_async(tensor, splits, name, process_set))
 
 
 class HorovodAlltoall(torch.autograd.Function):
@@ -310,6 +315,8 @@ class HorovodAlltoall(torch.autograd.Function):
         rank_splits = _checked_splits(tensor, splits, place(process_set)[1])
         output, received = synchronize(alltoall_async(tensor, rank_splits, name, process_set))
         ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
+        if isinstance(splits, torch.Tensor):
+            received = received.to(splits.device)
         ctx.mark_non_differentiable(received)
         return output, received
 

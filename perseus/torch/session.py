@@ -94,6 +94,10 @@ def _refuse_poll(handle: int) -> bool:
     raise ValueError(f"Handle {handle} was not created or has been cleared.")
 
 
+# Where alltoalls under way are to put received splits, by handle, if not in host memory.
+splits_devices: dict[int, torch.device] = {}
+
+
 class _Session:
     """The bound methods of the running world's Operations: one attribute away on the hot path."""
 
@@ -106,6 +110,7 @@ class _Session:
 
     def attach(self) -> None:
         operations = basics.operations(wrap, describe)
+        splits_devices.clear()
         if operations is not None:
             self.submit = operations.submit
             self.poll = operations.poll
@@ -153,6 +158,9 @@ def synchronize(handle: int) -> Any:
     """
     result = session.synchronize(handle)
     keep_all(result)
+    if splits_devices and handle in splits_devices:
+        output, received = result
+        result = output, received.to(splits_devices.pop(handle))
     return result
 
 

@@ -109,6 +109,11 @@ def check_other_collectives() -> None:
     mine = slice(2 * hvd.rank(), 2 * hvd.rank() + 2)
     same_bits(hvd.reducescatter(late(own), op=hvd.Sum), torch.stack(parts).sum(0)[mine])
     same_bits(hvd.alltoall(late(own)), torch.cat([part[mine] for part in parts]))
+    splits = torch.full((hvd.size(),), 2, dtype=torch.int32, device=DEVICE)
+    handle = hvd.alltoall_async(late(own), splits)
+    for output, received in (hvd.alltoall(late(own), splits), hvd.synchronize(handle)):
+        same_bits(output, torch.cat([part[mine] for part in parts]))
+        same_bits(received, splits.cpu())
     grouped = [late(t) for t in (own, own[0], own[:, 0].contiguous())]
     for got, plain in zip(
         hvd.grouped_allreduce(grouped, op=hvd.Average),

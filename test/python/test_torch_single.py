@@ -142,6 +142,23 @@ def test_an_optimizer_whose_constructor_makes_state():
     assert plain.state[parameter]["sum"].tolist() == [2.0, 2.0]
 
 
+def test_received_splits_are_where_the_splits_are():
+    class Elsewhere(torch.Tensor):
+        @property
+        def device(self):
+            return torch.device("meta")
+
+    splits = torch.tensor([2], dtype=torch.int32).as_subclass(Elsewhere)
+    for tensor in (torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)):
+        output, received = hvd.alltoall(tensor, splits)
+        assert received.device.type == "meta" and output.device.type == "cpu"
+    output.sum().backward()
+    assert tensor.grad.tolist() == [[1.0] * 3] * 2
+    handles = [hvd.alltoall_async(tensor, splits), hvd.alltoall_async(tensor, [2])]
+    for handle, device in zip(handles, ("meta", "cpu"), strict=True):
+        assert hvd.synchronize(handle)[1].device.type == device
+
+
 def test_schedulers_and_step_hooks_see_each_step_once():
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
