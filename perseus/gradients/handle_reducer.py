@@ -35,17 +35,20 @@ class Reduction:
     """One operation, which reduces a gradient or a bundle of gradients under one name.
 
     key: the name of its residuals in checkpoints.
-    gradients: the arguments of begin(), and the results once finish() has returned.
+    gradients: the arguments of begin(), and the results once it is finished.
+    finished: whether finish() has waited for it, which an interrupt may end before the others. The
+        adapter sets it to False before the next one.
     others: functions that finish operations which were started beside this one. Each of them waits
         and returns whether its result may be applied.
     """
 
-    __slots__ = ("contexts", "gradients", "handle", "key", "name", "others", "sent")
+    __slots__ = ("contexts", "finished", "gradients", "handle", "key", "name", "others", "sent")
 
     def __init__(self, name: str, key: str) -> None:
         self.name = name
         self.key = key
         self.handle = 0  # 0 = not in flight
+        self.finished = False
         self.gradients: list[Any] = []
         self.sent: list[Any] = []
         self.contexts: list[Any] = []
@@ -113,6 +116,8 @@ class HandleReducer(Reducer):
         wait = self._session.synchronize
         applies = True
         for reduction in reductions:
+            if reduction.handle == 0 and not reduction.others:
+                continue
             try:
                 if reduction.handle != 0:
                     # None: the sum over steps is not complete, or a NaN is to be skipped.
@@ -130,6 +135,7 @@ class HandleReducer(Reducer):
                 reduction.others = []
             if not self._plain:
                 reduction.sent = reduction.contexts = []
+            reduction.finished = True
         return applies
 
     def wait(self) -> None:

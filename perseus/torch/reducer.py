@@ -139,6 +139,7 @@ class GradientReducer(HandleReducer):
     def _restart(self, bundle: _Bundle) -> None:
         bundle.passes_left = [self.passes] * len(bundle.parameters)
         bundle.waiting = len(bundle.parameters)
+        bundle.finished = False
 
     def reset(self) -> None:
         """Restart the count of backward passes."""
@@ -169,7 +170,7 @@ class GradientReducer(HandleReducer):
     def synchronize(self) -> None:
         """Start the missing reductions, wait for all, and write the results into p.grad."""
         for bundle in self.reductions:
-            if bundle.handle == 0 and not bundle.others:
+            if bundle.handle == 0 and not bundle.others and not bundle.finished:
                 self._start(bundle)
         self.begins_world = False
         self.finish_begun()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from patterns import assert_same, everyone, values
+from patterns import assert_same, everyone, raised, values
 from torch import nn
 
 import perseus.torch.horovod as hvd
@@ -41,6 +41,8 @@ def check_two_parameters_get_one_gradient_from_autograd() -> None:
         for salt in range(3):
             p, q = _zeros((4,), (4,))
             optimizer = _wrapped([p, q], op=hvd.Sum, groups=groups)
+            for each in (p, q):  # the first result is there before the second reduction begins
+                each.register_hook(lambda _, o=optimizer: o._reducer.wait())
             ((p.view(2, 2) + q.view(2, 2)) * _own((2, 2), salt)).sum().backward()
             assert p.grad.data_ptr() == q.grad.data_ptr()
             before = p.grad, q.grad
@@ -148,12 +150,20 @@ def check_a_sparse_gradient_that_the_script_replaces_is_averaged() -> None:
             assert_same(model.weight.grad.to_dense(), expected)
 
 
+def _clip(p: nn.Parameter) -> None:
+    p.grad.clamp_(-1, 2)
+
+
+def _scale(p: nn.Parameter) -> None:
+    p.grad.mul_(10)
+
+
 def check_a_later_hook_of_the_script_changes_what_is_reduced() -> None:
     for options in ({}, {"groups": 1}):
         parameters = _zeros((4,), (2, 3))
         optimizer = _wrapped(parameters, op=hvd.Sum, **options)
         for p in parameters:
-            p.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 2))
+            p.register_post_accumulate_grad_hook(_clip)
         for step in range(3):
             optimizer.zero_grad()
             sum((p * _own(p.shape, step)).sum() for p in parameters).backward()
@@ -164,9 +174,39 @@ def check_a_later_hook_of_the_script_changes_what_is_reduced() -> None:
                 clipped = everyone(p.shape, torch.float32, step).clamp(-1, 2)
                 assert_same(p.grad, clipped.sum(0).to(torch.float32))
         (p,) = parameters[:1]
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(10))
+        p.register_post_accumulate_grad_hook(_scale)
         optimizer.zero_grad()
         sum((p * _own(p.shape)).sum() for p in parameters).backward()
         optimizer.synchronize()
         clipped = everyone(p.shape, torch.float32).clamp(-1, 2) * 10
         assert_same(p.grad, clipped.sum(0).to(torch.float32))
+
+
+class _Interrupted:
+    """A session whose second wait is ended by Ctrl-C."""
+
+    def __init__(self, session: Any) -> None:
+        self.submit, self.poll = session.submit, session.poll
+        self._session, self._waits = session, 0
+
+    def synchronize(self, handle: int) -> Any:
+        self._waits += 1
+        if self._waits == 2:
+            raise KeyboardInterrupt
+        return self._session.synchronize(handle)
+
+
+def check_what_was_reduced_before_an_interrupt_is_not_reduced_again() -> None:
+    parameters = _zeros((4,), (2, 3), (5,))
+    optimizer = _wrapped(parameters, op=hvd.Sum)
+    reducer = optimizer._reducer
+    plain = reducer._session
+    for step in range(2):
+        optimizer.zero_grad()
+        sum((p * _own(p.shape, step)).sum() for p in parameters).backward()
+        reducer._session = _Interrupted(plain)
+        raised(KeyboardInterrupt, optimizer.step)
+        reducer._session = plain
+        optimizer.step()
+        for p in parameters:
+            assert_same(p.grad, _total(p.shape, step))
