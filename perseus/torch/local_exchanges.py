@@ -52,6 +52,7 @@ class TorchLocalSteps(LocalSteps):
         self, parameters: list[torch.Tensor], name: str, process_set: ProcessSet, pace: Pace
     ) -> None:
         self._rows = ParameterRows(parameters, pace.parts)
+        self._device = parameters[0].device
         self._worth = _NONE
         self.one_worker = self.workers_of_one = False
         super().__init__(f"local.{name}", process_set, pace)
@@ -101,9 +102,9 @@ class TorchLocalSteps(LocalSteps):
         worths, signatures, sizes = zip(*gathered, strict=True)
         if len(set(signatures)) > 1:
             newest = self._ranks()[worths.index(max(worths))]
-            self.take_over(
-                broadcast_object(self.state(), newest, f"{self.name}.state", self.process_set)
-            )
+            # On other hosts there may be no device of this number, so it travels as on the CPU.
+            mine = _on_cpu(self.state())
+            self.take_over(broadcast_object(mine, newest, f"{self.name}.state", self.process_set))
         self._worth = _PRESENT
         self.one_worker = sizes[0] == len(sizes)
         self.workers_of_one = max(sizes) == 1
@@ -170,9 +171,23 @@ class TorchLocalSteps(LocalSteps):
         # Parts of another number of them do not fit, and the next exchanges make up for them.
         fits = state["parts"] == self.parts
         self._under_way = [
-            Exchange(part, due, sent.clone(), average=average.clone())
+            Exchange(part, due, self._copied(sent), average=self._copied(average))
             for part, due, sent, average in (state["under_way"] if fits else [])
         ]
+
+    def _copied(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self._device, copy=True)  # a checkpoint may be from another device
+
+
+def _on_cpu(state: Any) -> Any:
+    """Return a state of dicts, lists and tuples with all tensors in host memory."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu()
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_on_cpu, state))
+    return state
 
 
 def hashed(tensor: torch.Tensor) -> int:

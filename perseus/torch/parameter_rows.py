@@ -13,13 +13,22 @@ class ParameterRows:
     Complex parameters are pairs of numbers.
 
     parameters: those that are trained, in the same order on all ranks. parts: how many there are.
+
     A flat tensor has the rows of one part of all parameters, and a 1 at its end: in a sum over
-    ranks that counts those that take part, as one that has joined sends zeros.
+    ranks that counts those that take part, as one that has joined sends zeros. Raises ValueError
+    unless all parameters are on one device.
     """
 
     def __init__(self, parameters: list[torch.Tensor], parts: int) -> None:
         self._parameters = parameters
         self._parts = parts
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) > 1:
+            raise ValueError(
+                "[torch] ranks average parameters in one flat tensor, so all must be on one "
+                f"device, but they are on {', '.join(sorted(map(str, devices)))}: use "
+                "DistributedOptimizer with a compression other than rotate"
+            )
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._dtype = torch.float64 if wide else torch.float32
 

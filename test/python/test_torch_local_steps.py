@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import perseus.torch.horovod as hvd
+from perseus.torch import local_steps
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +89,22 @@ def test_one_worker_saves_and_resumes():
         _step(model, optimizer, step)
         _step(other, resumed, step)
     assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("wrap", [hvd.LocalSGD, hvd.DiLoCo])
+def test_parameters_on_several_devices_are_refused(wrap, monkeypatch):
+    monkeypatch.setattr(local_steps, "alone", lambda: False)
+    model = torch.nn.ParameterList([torch.zeros(3), torch.zeros(3, device="meta")])
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="all must be on one device, but they are on cpu, meta"):
+        wrap(plain, model.named_parameters(), every=4)
+
+
+def test_state_is_taken_over_from_another_device():
+    model = torch.nn.Linear(2, 1, bias=False, device="meta")
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DiLoCo(plain, model.named_parameters(), every=4)
+    under_way = [(0, 4, torch.zeros(3), torch.ones(3))]
+    optimizer._local_steps.take_over({"step": 3, "parts": 1, "under_way": under_way})
+    (exchange,) = optimizer._local_steps._under_way
+    assert exchange.sent.device.type == exchange.average.device.type == "meta"
