@@ -145,10 +145,9 @@ class _TensorSlot:
         self.dtype = tensor.dtype
         self.in_host_memory = tensor.device.type == "cpu"
 
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """Room for it, on the parameter's device unless the root has it in host memory."""
-        where = torch.device("cpu") if self.in_host_memory else device
-        return torch.empty(self.shape, dtype=self.dtype, device=where)
+    def device(self, of_parameter: torch.device) -> torch.device:
+        """Where it belongs: on the parameter's device unless the root has it in host memory."""
+        return torch.device("cpu") if self.in_host_memory else of_parameter
 
 
 def broadcast_optimizer_state(
@@ -227,14 +226,15 @@ def _outline(
 def _room_for(
     slot: _TensorSlot, present: Any, parameter: torch.Tensor, is_root: bool
 ) -> torch.Tensor:
-    if isinstance(present, torch.Tensor) and (
-        is_root or (tuple(present.shape) == slot.shape and present.dtype == slot.dtype)
-    ):
-        return present
+    device = slot.device(parameter.device)
+    if isinstance(present, torch.Tensor):
+        same = tuple(present.shape) == slot.shape and present.dtype == slot.dtype
+        if is_root or (same and present.device.type == device.type):
+            return present
     # Moments follow their parameter's memory format.
     if slot.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=slot.dtype).detach()
-    return slot.empty(parameter.device)
+        return torch.empty_like(parameter, dtype=slot.dtype, device=device).detach()
+    return torch.empty(slot.shape, dtype=slot.dtype, device=device)
 
 
 def _broadcast_all(tensors: list[tuple[torch.Tensor, str]], root_rank: int) -> None:

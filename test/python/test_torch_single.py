@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import perseus.torch.horovod as hvd
 from perseus import objects
+from perseus.torch import functions
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +158,17 @@ def test_received_splits_are_where_the_splits_are():
     handles = [hvd.alltoall_async(tensor, splits), hvd.alltoall_async(tensor, [2])]
     for handle, device in zip(handles, ("meta", "cpu"), strict=True):
         assert hvd.synchronize(handle)[1].device.type == device
+
+
+def test_state_that_the_root_has_in_host_memory_is_there_on_all_ranks():
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    for shape in ((), (3,)):
+        slot = functions._TensorSlot(torch.zeros(shape))
+        present = torch.zeros(shape, device="meta")
+        room = functions._room_for(slot, present, parameter, is_root=False)
+        assert room.device.type == "cpu" and room.shape == present.shape
+        here = torch.zeros(shape)
+        assert functions._room_for(slot, here, parameter, is_root=False) is here
 
 
 def test_schedulers_and_step_hooks_see_each_step_once():
