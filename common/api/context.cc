@@ -286,7 +286,7 @@ void Context::give_up(Store& store, const Error& error) {
     fail(ErrorKind::kIo, "[rendezvous] world " + std::to_string(world_.epoch) + " did not begin" + ended_by_other_);
   std::string text = error.what();
   // It may have ended because another did, and seen it first.
-  if (error.kind() == ErrorKind::kIo) text += reason_of_another(store);
+  if (error.kind() == ErrorKind::kIo) text += reason_of_another(store, kAnswerTime);
   // A wrong setting is the same for all, and they say so themselves.
   if (error.kind() != ErrorKind::kInvalidArgument) {
     try {
@@ -299,7 +299,7 @@ void Context::give_up(Store& store, const Error& error) {
 }
 
 // Of the ranks that have given up this start, the one with the shortest reason knows best: the others repeat it.
-std::string Context::reason_of_another(Store& store) const {
+std::string Context::reason_of_another(Store& store, int64_t patience_ns) const {
   std::string shortest;
   const auto on_reason = [&](int rank, const std::string& why) {
     if (rank == world_.rank) return;
@@ -308,7 +308,7 @@ std::string Context::reason_of_another(Store& store) const {
   };
   try {
     static_cast<void>(
-        store.get_present(job_prefix() + kGaveUpWhy, ranks_from(0, world_.size), now_ns() + kAnswerTime, on_reason));
+        store.get_present(job_prefix() + kGaveUpWhy, ranks_from(0, world_.size), now_ns() + patience_ns, on_reason));
   } catch (const Error&) {
     // The server is gone.
   }
@@ -410,11 +410,20 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
 std::function<bool()> Context::watching_others(const ContextOptions& options, int64_t deadline) {
   if (options.store_port == 0 || !options.memory_world.empty()) return options.interrupted;
   auto store = std::make_shared<std::shared_ptr<Store>>();
-  return [this, options, deadline, store, ask_at = now_ns() + kSecond]() mutable {
+  // Heartbeats wait for the answer.
+  const int64_t limit = config_.integer(Var::kTimeout) * kSecond;
+  const int64_t patience = limit == 0 ? kAnswerTime : std::min(kAnswerTime, limit / 4);
+  return [this, options, deadline, store, patience, ask_at = now_ns() + kSecond]() mutable {
     if (options.interrupted && options.interrupted()) return true;
     if (now_ns() < ask_at) return false;
-    if (*store == nullptr) *store = connect_store(options.store_host, options.store_port, world_.secret, deadline);
-    ended_by_other_ = reason_of_another(**store);
+    try {
+      if (*store == nullptr)
+        *store = connect_store(options.store_host, options.store_port, world_.secret,
+                               std::min(deadline, now_ns() + patience));
+      ended_by_other_ = reason_of_another(**store, patience);
+    } catch (const Error&) {
+      // The server is busy or gone, which is no news of another rank.
+    }
     ask_at = now_ns() + kSecond;
     return !ended_by_other_.empty();
   };

@@ -58,7 +58,7 @@ class Context {
   [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);
   [[noreturn]] void give_up(Store& store, const Error& error);
   std::function<bool()> watching_others(const ContextOptions& options, int64_t deadline_ns);
-  std::string reason_of_another(Store& store) const;
+  std::string reason_of_another(Store& store, int64_t patience_ns) const;
   [[noreturn]] void report_missing(Store& store, const ContextOptions& options, std::vector<int> missing,
                                    const std::string& ours) const;
   std::string read_entry(Store& store, const ContextOptions& options, int rank, const std::string& entry,
