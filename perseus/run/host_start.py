@@ -32,14 +32,14 @@ def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
     host reaches the first other host. Raises LaunchError for an interface that does not exist or
     has no address.
     """
-    others = [host for host in hosts if not host.local]
-    if not others and not interfaces:
-        return "127.0.0.1"
     if interfaces:
         try:
             return reachable_address(interfaces[0])
         except ValueError as error:
             raise LaunchError(str(error)) from None
+    others = [host for host in hosts if not host.local]
+    if not others:
+        return "127.0.0.1"
     if address := address_by_variables():
         return address
     seen = _hello(others[0]).ssh_connection.split(" ")[0]

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +18,8 @@ from typing import Any
 import pytest
 from perseusrun_command import COMMAND, PATIENT, Running, alive, environment, eventually, perseusrun
 
-from perseus.run import agent
 from perseus.run.job import Job
 from perseus.run.launch import Launcher
-from perseus.run.link import ssh_command
-from perseus.run.reports import Reports
 
 SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
 
@@ -361,53 +357,6 @@ def test_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
         assert eventually(lambda: not any(alive(pid) for pid in processes))
 
 
-def test_agent_that_hears_nothing_before_it_has_a_job_ends() -> None:
-    command = [sys.executable, "-I", "-S", agent.__file__, "1"]
-    for sign_of_life, status in ((b"", -signal.SIGALRM), (b"\n", 0)):
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        assert process.stdin is not None
-        until = time.monotonic() + 2  # twice as long as it waits for a sign of life
-        while sign_of_life and time.monotonic() < until:
-            process.stdin.write(sign_of_life)
-            process.stdin.flush()
-            time.sleep(0.1)
-        if sign_of_life:
-            assert process.poll() is None
-            process.stdin.write(b"END\n")
-            process.stdin.close()
-        assert process.wait(300) == status
-        process.stdin.close()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_agent_that_has_no_job_yet_ends_on_a_signal(number: int) -> None:
-    command = [sys.executable, "-I", "-S", agent.__file__, "0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.read(len(agent.MARK))
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number
-
-
-def test_agent_sends_heartbeats_while_it_starts_many_ranks() -> None:
-    slow = (
-        "import os, time; from perseus.run import agent; start = agent._start_rank; "
-        "agent._start_rank = lambda *given: (time.sleep(0.6), start(*given))[1]; "
-        "os._exit(agent.main())"
-    )
-    ranks = [{"rank": rank, "environment": {}} for rank in range(3)]
-    job = {"command": ["true"], "directory": "/", "call": None, "grace": 5.0, "control": None}
-    job |= {"keep_environment": True, "environment": {}, "ranks": ranks}
-    command = [sys.executable, "-c", slow, "3"]  # 0.5 s between heartbeats
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(job).encode() + b"\n")
-        process.stdin.flush()
-        kinds = [report.kind for report in Reports(range(3)).read(process.stdout.read())]
-    assert kinds[: kinds.index(agent.EXIT)].count(agent.ALIVE) >= 3
-
-
 def test_agents_get_heartbeats_while_other_hosts_are_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -574,18 +523,6 @@ def test_too_few_descriptors_are_named_with_what_to_do(tmp_path: Path) -> None:
     done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert b"Too many open files: raise the limit (ulimit -n) of 64" in done.stderr
-
-
-def test_files_in_the_directory_where_an_agent_starts_are_no_modules(tmp_path: Path) -> None:
-    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')")
-    shell = shlex.split(ssh_command("host", 5)[-1])[-1]
-    source = Path(agent.__file__).read_bytes()
-    started = subprocess.run(
-        ["sh", "-c", shell], cwd=tmp_path, input=b"%d\n" % len(source) + source,
-        capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (started.returncode, started.stderr) == (0, b"")
-    assert started.stdout.startswith(agent.MARK)
 
 
 def test_reader_that_goes_away_ends_the_job() -> None:
