@@ -21,7 +21,8 @@ class Verdict:
     """Differences in score, choice - exact; more is better.
 
     margin: the loss that counts as none, above 0. least: the lower end of the one-sided 95 %
-        confidence interval.
+        confidence interval. diverged: how many seeds of the choice ended without a finite score,
+        which makes it worse; the other numbers are of the rest.
     """
 
     pairs: int
@@ -29,16 +30,17 @@ class Verdict:
     standard_error: float
     least: float
     margin: float
+    diverged: int = 0
 
     @property
     def equivalent(self) -> bool:
         """Whether a loss as large as the margin can be ruled out."""
-        return self.least > -self.margin
+        return self.least > -self.margin and not self.diverged
 
     @property
     def worse(self) -> bool:
         """Whether the choice certainly loses more than the margin."""
-        return self.mean + (self.mean - self.least) < -self.margin
+        return self.mean + (self.mean - self.least) < -self.margin or self.diverged > 0
 
     @property
     def word(self) -> str:
@@ -51,9 +53,13 @@ def judge(
 ) -> Verdict:
     """Compare scores by seed. margin: in points or, if relative, as a part of the exact mean.
 
-    Raises ValueError for fewer than two common seeds.
+    Raises ValueError for fewer than two common seeds with finite scores, and if exact training has
+    diverged with one.
     """
-    seeds = sorted(scores.keys() & exact.keys())
+    common = sorted(scores.keys() & exact.keys())
+    if not all(math.isfinite(exact[seed]) for seed in common):
+        raise ValueError("exact training has diverged: nothing can be compared with it")
+    seeds = [seed for seed in common if math.isfinite(scores[seed])]
     if len(seeds) < 2:
         raise ValueError("an equivalence test needs at least two common seeds")
     differences = [scores[seed] - exact[seed] for seed in seeds]
@@ -62,4 +68,4 @@ def judge(
     least = mean - float(stdtrit(len(seeds) - 1, 1 - _ALPHA)) * error
     if relative:
         margin *= abs(statistics.fmean(exact[seed] for seed in seeds))
-    return Verdict(len(seeds), mean, error, least, margin)
+    return Verdict(len(common), mean, error, least, margin, len(common) - len(seeds))

@@ -31,10 +31,10 @@ def exact_of(cell: Cell) -> Cell:
 
 
 def verdict_of(cell: Cell, scores: Scores) -> Verdict | None:
-    """Return how a cell compares with exact training; None without two seeds of both."""
+    """Return how a cell compares with exact training; None without two finite seeds of both."""
     task = TASKS[cell.task]
     mine, exact = scores.get(cell, {}), scores.get(exact_of(cell), {})
-    if len(mine.keys() & exact.keys()) < 2:
+    if sum(math.isfinite(mine[seed]) for seed in mine.keys() & exact.keys()) < 2:
         return None
     return judge(mine, exact, task.margin, task.relative)
 
@@ -42,12 +42,17 @@ def verdict_of(cell: Cell, scores: Scores) -> Verdict | None:
 def line(cell: Cell, scores: Scores) -> str:
     """Return a line about a cell that has scores."""
     places = _places(_margin(cell, scores))
-    text = f"{name(cell):55} {statistics.fmean(scores[cell].values()):.{places}f}"
+    text = f"{name(cell):55} {_mean(scores[cell].values()):.{places}f}"
     verdict = verdict_of(cell, scores)
     if verdict is None or cell.choice == EXACT.name:
         return text
     text += f"  {_difference(verdict, places)} (margin {verdict.margin:.{places}f})"
     return f"{text}: {verdict.word}, {verdict.pairs} seeds"
+
+
+def _mean(scores: Iterable[float]) -> float:
+    """Return the mean of trainings that have not diverged."""
+    return statistics.fmean(filter(math.isfinite, scores))
 
 
 def _margin(cell: Cell, scores: Scores) -> float:
@@ -62,7 +67,8 @@ def _places(margin: float) -> int:
 
 def _difference(verdict: Verdict, places: int) -> str:
     mean, error = f"{verdict.mean:+.{places}f}", f"{verdict.standard_error:.{places}f}"
-    return f"{mean} ± {error}, at least {verdict.least:+.{places}f}"
+    text = f"{mean} ± {error}, at least {verdict.least:+.{places}f}"
+    return f"{text}; {verdict.diverged} diverged" if verdict.diverged else text
 
 
 def _seeds(row: str) -> int:
@@ -83,7 +89,7 @@ def _rows(group: Iterable[Cell], scores: Scores, earlier: dict[str, str]) -> Ite
             yield f"| {cell.choice} | | | | not measured |"
             continue
         places = _places(_margin(cell, scores))
-        mean = f"{statistics.fmean(values.values()):.{places}f}"
+        mean = f"{_mean(values.values()):.{places}f}"
         verdict = verdict_of(cell, scores)
         if cell.choice == EXACT.name or verdict is None:
             yield f"| {cell.choice} | {mean} | | {len(values)} | |"
@@ -149,9 +155,10 @@ def plot(path: Path, scores: Scores) -> None:
         axis.set(title=f"{task.name}: {task.score}, difference to exact with the same seed")
         exact = scores[Cell(task.name, EXACT.name)]
         found = {
-            choice: [mine[seed] - exact[seed] for seed in sorted(mine.keys() & exact.keys())]
+            choice: list(filter(math.isfinite, (mine[n] - exact[n] for n in sorted(both))))
             for choice in CHOICES
-            if choice != EXACT.name and (mine := scores.get(Cell(task.name, choice), {}))
+            if choice != EXACT.name
+            and (both := (mine := scores.get(Cell(task.name, choice), {})).keys() & exact.keys())
         }
         axis.boxplot(list(found.values()), orientation="horizontal", tick_labels=list(found))
         margin = _margin(Cell(task.name, EXACT.name), scores)

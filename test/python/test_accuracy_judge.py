@@ -61,6 +61,27 @@ def test_a_relative_margin_is_of_the_exact_mean() -> None:
         judge({0: 1.0}, exact, 0.1, False)
 
 
+def test_a_choice_that_diverges_is_worse_and_the_rest_is_compared(tmp_path: Path) -> None:
+    exact = _around(90.0, 3.0, 40)
+    mine = {seed: score + 0.5 for seed, score in exact.items()} | {7: math.nan, 9: -math.inf}
+    verdict = judge(mine, exact, 0.1, False)
+    assert (verdict.word, verdict.pairs, verdict.diverged) == ("worse", 40, 2)
+    assert verdict.mean == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="exact training has diverged"):
+        judge(exact, mine, 0.1, False)
+
+    path = tmp_path / "scores.jsonl"
+    row, exact_row = Cell("digits", "topk:0.1"), Cell("digits", "exact")
+    for seed, score in enumerate([90.5, math.nan, 91.5]):
+        records.add(path, exact_row, seed, 90.0 + seed)
+        records.add(path, row, seed, score)
+    scores = records.load(path)
+    (found,) = (line for line in report.tables(scores).splitlines() if "topk:0.1 " in line)
+    assert found.startswith("| topk:0.1 | 91.000 | +0.000 ±") and found.endswith("| 3 | worse |")
+    assert "; 1 diverged |" in found
+    report.plot(tmp_path / "plot.png", scores)
+
+
 def test_scores_are_kept_by_seed_and_none_twice(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     exact, other = Cell("digits", "exact"), Cell("digits", "exact", ranks=4)
