@@ -87,7 +87,10 @@ void TraceFormat::header(std::string* events) {
 TraceFormat::Row& TraceFormat::row_of(const TraceRecord& r, int64_t begun_ns, const std::string& name,
                                       std::string* events) {
   Row& row = rows_[key_of(r, name)];
-  if (row.pid == 0) row.pid = r.transient ? shared_row(r, begun_ns, events) : new_row(name, r.group, events);
+  if (row.pid != 0) return row;
+  row.pid = r.transient ? shared_row(r, begun_ns, events) : new_row(name, r.group, events);
+  row.transient = r.transient;
+  row.shared_by = {r.group, r.kind};
   return row;
 }
 
@@ -224,6 +227,12 @@ void TraceFormat::bucket_done(std::string* events) {
 
 void TraceFormat::dropped(uint64_t records, int64_t now_ns, std::string* events) {
   mark("DROPPED_RECORDS", now_ns, field("count", records), events);
+  // What would have ended these may be among them.
+  for (auto it = rows_.begin(); it != rows_.end();) {
+    const Row& row = it->second;
+    if (row.transient) idle_[row.shared_by].push_back({row.pid, now_ns});
+    it = row.transient ? rows_.erase(it) : std::next(it);
+  }
 }
 
 }  // namespace perseus

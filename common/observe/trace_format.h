@@ -27,6 +27,8 @@ class TraceFormat {
  private:
   struct Row {
     int pid = 0;
+    bool transient = false;  // the request's name does not come again
+    std::pair<int, Kind> shared_by;
     // The events within a request that has not ended: viewers want the containing event first.
     std::string inner;
     std::unordered_map<int, int64_t> busy_until;  // line → the end of what inner has there

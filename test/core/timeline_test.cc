@@ -410,6 +410,28 @@ TEST_F(Timeline, UnnamedOperationsShareRowsOnWhichNothingOverlaps) {
   EXPECT_EQ(trace.rows.size(), 2u + kAtOnce);
 }
 
+TEST_F(Timeline, RowsOfUnnamedRequestsWhoseEndsWereDroppedServeOthers) {
+  perseus::TraceFormat format(0, 1, 0, 0);
+  std::string events;
+  for (int i = 0; i < 20; ++i) {
+    perseus::TraceRecord record;
+    record.transient = true;
+    record.what = perseus::TraceRecord::What::kBucket;
+    record.count = 1;
+    record.at[0] = record.at[1] = 1000 * i + 300;
+    record.at[2] = 1000 * i + 700;
+    format.record(record, "", &events);
+    record.what = perseus::TraceRecord::What::kMember;
+    record.at[0] = 1000 * i + 200;
+    record.at[1] = 1000 * i + 100;
+    format.record(record, "allreduce.noname." + std::to_string(i), &events);
+    format.dropped(1, 1000 * i + 800, &events);
+  }
+  size_t rows = 0;
+  for (size_t at = 0; (at = events.find("unnamed ALLREDUCE", at)) != std::string::npos; ++at) ++rows;
+  EXPECT_EQ(rows, 1U);
+}
+
 // As where a script has both hvd.init() and a process group.
 TEST_F(Timeline, TwoWorldsDoNotWriteToOneFile) {
   const std::string directory = testing::TempDir() + "perseus_two" + std::to_string(getpid()) + unique_name();
