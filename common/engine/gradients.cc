@@ -140,30 +140,31 @@ void Engine::forget_gradients(uint64_t owner) {
 void Engine::check_speed(const Submission& s) {
   const double mine = perf_check_.submitted(s.gradient_of, s.group, s.name, now_ns());
   const MutexLock lock(perf_check_.comparison_mutex);
-  if (mine < 0 && perf_check_.handle == 0) return;
-  if (perf_check_.handle != 0) {
-    HandleTable::Slot* slot = handles_.find(perf_check_.handle);
+  PerfCheck::Comparison& comparison = perf_check_.comparisons[s.group];
+  if (comparison.handle != 0) {
+    HandleTable::Slot* slot = handles_.find(comparison.handle);
     if (!HandleTable::is_done(*slot)) return;
-    if (slot->status.ok && perf_check_.ranks[0] == world_.rank) {
-      const std::string slow = describe_slow(perf_check_.seconds, perf_check_.ranks, perf_check_.steps());
+    if (slot->status.ok && comparison.ranks[0] == world_.rank) {
+      const std::string slow = describe_slow(comparison.seconds, comparison.ranks, perf_check_.steps());
       if (!slow.empty()) log_.warning(slow);
     }
-    handles_.release(perf_check_.handle);
-    perf_check_.handle = 0;
+    handles_.release(comparison.handle);
+    comparison.handle = 0;
   }
-  const std::vector<int>& ranks = perf_check_.ranks = group_ranks(s.group);
-  if (mine < 0 || ranks.size() < 2) return;
-  perf_check_.seconds.assign(ranks.size(), 0.0);
+  if (mine < 0) return;
+  const std::vector<int>& ranks = comparison.ranks = group_ranks(s.group);
+  if (ranks.size() < 2) return;
+  comparison.seconds.assign(ranks.size(), 0.0);
   for (size_t i = 0; i < ranks.size(); ++i)
-    if (ranks[i] == world_.rank) perf_check_.seconds[i] = mine;
+    if (ranks[i] == world_.rank) comparison.seconds[i] = mine;
   const int64_t count = static_cast<int64_t>(ranks.size());
-  const Submission::Tensor tensor{perf_check_.seconds.data(), perf_check_.seconds.data(), &count, 1, DType::kFloat64};
-  Submission comparison;
-  comparison.group = s.group;
-  comparison.name = "perseus.perf_check";
-  comparison.tensors = &tensor;
-  comparison.tensor_count = 1;
-  perf_check_.handle = submit(comparison);
+  const Submission::Tensor tensor{comparison.seconds.data(), comparison.seconds.data(), &count, 1, DType::kFloat64};
+  Submission request;
+  request.group = s.group;
+  request.name = "perseus.perf_check";
+  request.tensors = &tensor;
+  request.tensor_count = 1;
+  comparison.handle = submit(request);
 }
 
 }  // namespace perseus

@@ -9,26 +9,23 @@ namespace perseus {
 double PerfCheck::submitted(uint64_t owner, int group, const char* name, int64_t now) {
   const MutexLock lock(mutex_);
   const int64_t waited = waited_ns_.load(std::memory_order_relaxed);
-  if (owner_ == 0) {
-    first_ = name;
-    owner_ = owner;
-    group_ = group;
-    count_ = 0;
-    began_ns_ = now;
-    began_waited_ns_ = waited;
+  Steps& steps = by_group_[group];
+  if (steps.owner == 0) {
+    steps = {name, owner, 0, now, waited};
     return -1;
   }
-  if (owner != owner_ || group != group_ || first_ != name || ++count_ < steps_) return -1;
-  const int64_t computed = std::max<int64_t>(now - began_ns_ - (waited - began_waited_ns_), 1);
-  count_ = 0;
-  began_ns_ = now;
-  began_waited_ns_ = waited;
+  if (owner != steps.owner || steps.first != name || ++steps.count < steps_) return -1;
+  const int64_t computed = std::max<int64_t>(now - steps.began_ns - (waited - steps.began_waited_ns), 1);
+  steps.count = 0;
+  steps.began_ns = now;
+  steps.began_waited_ns = waited;
   return static_cast<double>(computed) / 1e9 / static_cast<double>(steps_);
 }
 
 void PerfCheck::forget(uint64_t owner) {
   const MutexLock lock(mutex_);
-  if (owner == owner_) owner_ = 0;
+  for (auto& [group, steps] : by_group_)
+    if (steps.owner == owner) steps.owner = 0;
 }
 
 std::string describe_slow(const std::vector<double>& seconds, const std::vector<int>& ranks, int64_t steps) {

@@ -131,6 +131,38 @@ TEST(PerfCheck, RanksOfOneProcessSetAreNotTakenForThoseOfAnother) {
   EXPECT_EQ(text.find("computing for each: rank 2 "), std::string::npos) << text;
 }
 
+// Rank 0 trains in the first set first, rank 2 in the second alone. A rank that no comparison of its set reaches would
+// count as missing.
+TEST(PerfCheck, AllMembersOfAProcessSetBeginItsComparisons) {
+  WorldOptions options;
+  options.overrides = {"PERSEUS_PERF_CHECK_N_STEPS=1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=1"};
+  run_world(
+      all_media()[0], 3,
+      [&](int rank, perseus_context* context) {
+        for (std::vector<int> ranks : {std::vector<int>{0, 1}, std::vector<int>{0, 2}}) {
+          perseus_request request = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+          request.ranks = ranks.data();
+          request.rank_count = 2;
+          ASSERT_EQ(run(context, request).code, PERSEUS_OK);
+        }
+        const int64_t count = 1;
+        float x = 1;
+        const perseus_tensor tensor{&x, &x, &count, 1, PERSEUS_FLOAT32};
+        for (int step = 0; step < 4; ++step) {
+          for (const int group : {1, 2}) {
+            if (rank == (group == 1 ? 2 : 1)) continue;
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, "w", &tensor, 1);
+            request.gradient_of = static_cast<uint64_t>(group);
+            request.group = group;
+            const Outcome outcome = run(context, request);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          }
+          if (step > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+        }
+      },
+      options);
+}
+
 // A comparison is left over when its process set is removed, and is looked at with the next gradient of the set.
 TEST(PerfCheck, AGradientOfARemovedProcessSetIsRefused) {
   WorldOptions options;
