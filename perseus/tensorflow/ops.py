@@ -308,7 +308,7 @@ def join() -> Any:
     """Announce that this rank has no more data; the result is the rank that joined last, an int32.
 
     Runs until all ranks have done so. Meanwhile this rank contributes zeros to the others'
-    allreduces; their other collectives fail.
+    allreduces; their other collectives fail. Members of other process sets wait for this rank.
     """
     last = _scalar(native.perseus_join(eager=tf.executing_eagerly()))
     if tf.executing_eagerly():

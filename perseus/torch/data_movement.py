@@ -347,7 +347,7 @@ def join(device: int = -1) -> int:
     Until then it gives zeros to every allreduce of the others, so that ranks may do different
     numbers of steps (Average still divides by the number of all ranks). Other collectives of theirs
     fail with MismatchError meanwhile, but for barrier. Asynchronous operations that this rank has
-    under way are finished.
+    under way are finished. Members of other process sets wait for this rank as before.
 
     device: of the zeros; any value, as they lie in host memory.
     Returns the rank that joined last, the same on every rank: its model has seen most data.
