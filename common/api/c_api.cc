@@ -448,10 +448,11 @@ void perseus_momenta_forget(perseus_context* context, uint64_t gradient_of) {
 perseus_code perseus_residual_read(perseus_context* context, perseus_residual* residual) {
   return in_context(context, [&](perseus::Context& c) {
     perseus_residual r = *Given<perseus_residual>(residual, "perseus_residual");
-    perseus::Residuals::Place place{r.layout, r.shapes};
+    perseus::Residuals::Place place{r.layout, r.shapes, r.factor};
     r.count = 2 * c.engine().read_residual(r.gradient_of, r.group, r.name, r.data, r.count, &place);
     r.layout = place.layout;
     r.shapes = place.shapes;
+    r.factor = place.factor;
     perseus::give(r, residual, "perseus_residual");
     return PERSEUS_OK;
   });
@@ -460,7 +461,7 @@ perseus_code perseus_residual_read(perseus_context* context, perseus_residual* r
 perseus_code perseus_residual_write(perseus_context* context, const perseus_residual* residual) {
   return in_context(context, [&](perseus::Context& c) {
     const Given<perseus_residual> r(residual, "perseus_residual");
-    c.engine().write_residual(r->gradient_of, r->group, r->name, r->data, r->count, {r->layout, r->shapes});
+    c.engine().write_residual(r->gradient_of, r->group, r->name, r->data, r->count, {r->layout, r->shapes, r->factor});
     return PERSEUS_OK;
   });
 }

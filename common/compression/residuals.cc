@@ -13,9 +13,10 @@
 namespace perseus {
 namespace {
 
-// The number of a division of tensors among senders.
-uint64_t division(const CompressionTerms& terms, uint64_t of_chunks) {
-  return terms.codec.kind == CodecKind::kLowRank ? ~of_chunks : of_chunks;
+// The number of a division of tensors among senders. That tensors have other types it says, too: the codec may not
+// serve these.
+uint64_t division(const CompressionTerms& terms, uint64_t of_chunks, const Residuals::Tensors& tensors) {
+  return (terms.codec.kind == CodecKind::kLowRank ? ~of_chunks : of_chunks) ^ tensors.dtypes;
 }
 
 // Whether a record belongs to these tensors; a loaded one takes their sizes.
@@ -122,9 +123,9 @@ Flush Residuals::due(const Key& key, const Tensors& tensors, const CompressionTe
     return Flush::kNone;
   }
   // Tensors of other types may be divided otherwise, or travel without a codec that would take along what is held.
-  if (record->dtypes != 0 && record->dtypes != tensors.dtypes) return record->holds ? Flush::kAmongAll : Flush::kNone;
-  if (record->loaded && record->layout != division(terms, layout()))
-    return record->holds ? Flush::kAmongAll : Flush::kNone;
+  if (record->dtypes != 0 && record->dtypes != tensors.dtypes)
+    return record->holds || record->flushes ? Flush::kAmongAll : Flush::kNone;
+  if (record->loaded && record->layout != division(terms, layout(), tensors)) return Flush::kAmongAll;
   // A matrix has one sender, which keeps its vectors; chunks have several, and all ranks say the same, whether they
   // send or not. What a rank has loaded does not have the vectors that others go on with.
   const CompressionTerms& before = record->terms;
@@ -173,7 +174,7 @@ Residuals::Lease Residuals::take(const Key& key, const Tensors& tensors, const C
   record->shapes = tensors.shapes;
   record->dtypes = tensors.dtypes;
   record->terms = terms;
-  record->layout = division(terms, layout);
+  record->layout = division(terms, layout, tensors);
   record->loaded = false;
   record->holds = flush == Flush::kNone;
   if (!record->holds) record->flushes = false;
@@ -253,7 +254,7 @@ size_t Residuals::read(const Key& key, float* data, size_t room, Place* place) {
   Record* record = idle(key);
   if (record == nullptr || !record->holds) return 0;
   const size_t count = record->begins.back();
-  *place = {record->layout, record->shapes};
+  *place = {record->layout, record->shapes, record->factor};
   if (data == nullptr) return count;
   if (room != 2 * count)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' holds back " + std::to_string(2 * count) +
@@ -275,6 +276,7 @@ void Residuals::write(const Key& key, const float* data, size_t room, const Plac
   record->steps = steps;
   record->layout = place.layout;
   record->shapes = place.shapes;
+  record->factor = place.factor;
   record->holds = record->loaded = true;
 }
 

@@ -78,7 +78,7 @@ class Residuals {
     double rate_before = 0;    // the same of the step before
     double highest_rate = 0;   // of recent steps, without a sign; see kForgets
     CompressionTerms terms;
-    uint64_t layout = 0;              // identifies the division of chunks that `memory` belongs to
+    uint64_t layout = 0;              // identifies the division of chunks that `memory` belongs to, and the dtypes
     bool holds = false;               // otherwise it is all zeros
     bool flushes = false;             // at the next reduction
     bool loaded = false;              // by write(), and not used yet: `terms` and the tensors' sizes are unknown
@@ -157,8 +157,9 @@ class Residuals {
 
   // What a residual belongs to, for write().
   struct Place {
-    uint64_t layout = 0;  // of chunks
-    uint64_t shapes = 0;  // see Tensors
+    uint64_t layout = 0;  // see Record, like the others
+    uint64_t shapes = 0;
+    float factor = 0;
   };
   // Returns the number of elements under a name; 0 = no residual. If `data` is not null, it has room for `room` = twice
   // as many floats: for what this rank sends, then for the results that it owns. Throws Error(kInvalidArgument) while

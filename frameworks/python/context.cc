@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "errors.h"
@@ -15,7 +16,8 @@ namespace py = pybind11;
 namespace perseus::python {
 namespace {
 
-constexpr int kLayoutBits = 64;  // of a residual's layout; above them are the tensors' shapes
+// A residual's layout, the tensors' shapes and the factor are one number in Python: from bit 0, 64 and 128.
+constexpr int kLayoutBits = 64;
 
 struct Interruption {
   PyObject* ask = Py_None;  // the caller's
@@ -219,8 +221,10 @@ py::object ContextOwner::read_residual(uint64_t gradient_of, int group, const st
   if (!data) throw py::error_already_set();
   residual.data = reinterpret_cast<float*>(PyByteArray_AS_STRING(data.ptr()));
   check(perseus_residual_read(get(), &residual));
-  const py::int_ layout(residual.layout), shapes(residual.shapes);
-  return py::make_tuple(layout | (shapes << py::int_(kLayoutBits)), data);
+  uint32_t factor = 0;
+  std::memcpy(&factor, &residual.factor, sizeof factor);
+  const py::int_ bits(kLayoutBits), layout(residual.layout), shapes(residual.shapes), of_factor(factor);
+  return py::make_tuple(layout | (shapes << bits) | (of_factor << bits << bits), data);
 }
 
 void ContextOwner::write_residual(uint64_t gradient_of, int group, const std::string& name, const py::int_& layout,
@@ -233,10 +237,11 @@ void ContextOwner::write_residual(uint64_t gradient_of, int group, const std::st
   residual.name = name.c_str();
   residual.data = static_cast<float*>(floats.ptr);
   residual.count = static_cast<size_t>(floats.size * floats.itemsize) / sizeof(float);
-  const py::int_ bits(kLayoutBits);
-  const py::object shapes = layout >> bits;
-  residual.shapes = shapes.cast<uint64_t>();
-  residual.layout = py::object(layout - (shapes << bits)).cast<uint64_t>();
+  const py::int_ bits(kLayoutBits), mask(UINT64_MAX);
+  residual.layout = py::object(layout & mask).cast<uint64_t>();
+  residual.shapes = py::object(layout >> bits & mask).cast<uint64_t>();
+  const auto factor = py::object(layout >> bits >> bits).cast<uint32_t>();
+  std::memcpy(&residual.factor, &factor, sizeof factor);
   check(perseus_residual_write(get(), &residual));
 }
 

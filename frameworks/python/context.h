@@ -56,7 +56,8 @@ class ContextOwner {
   std::map<std::string, uint64_t> stats() const;
   perseus_speeds speeds(int group);
   std::optional<std::vector<int>> group_ranks(int group) const;
-  // (layout, bytearray of float32) of the residual, or None. The layout has the tensors' shapes above its 64 bits.
+  // (layout, bytearray of float32) of the residual, or None. The layout has the tensors' shapes above its 64 bits,
+  // and the factor above those.
   pybind11::object read_residual(uint64_t gradient_of, int group, const std::string& name) const;
   void write_residual(uint64_t gradient_of, int group, const std::string& name, const pybind11::int_& layout,
                       const pybind11::buffer& data) const;

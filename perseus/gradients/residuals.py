@@ -18,8 +18,9 @@ from perseus import basics
 from perseus.process_sets import ProcessSet
 
 # The residuals of one reduction: (layout, data). The layout is the core's number for the placement
-# of ranks, combined with the name by mark(), in its lower 64 bits. Above them is its number for the
-# shapes and memory orders of the tensors; what has 0 there was saved without it. The data is a
+# of ranks, combined with the name by mark(), in its lower 64 bits. Above them are its number for
+# the shapes and memory orders of the tensors, and the bits of the factor of results; what has 0
+# there was saved without them. The data is a
 # buffer of float32 of shape (2, n) for n elements: the residuals of what this rank sends, then of
 # the results that it owns.
 Held = tuple[int, Any]
@@ -186,7 +187,7 @@ def unpack(string: bytes) -> tuple[dict[str, Held], int]:
 
 def checked_entry(key: Any, layout: Any) -> None:
     """Raise ValueError unless these are a key and a layout, as far as their types tell."""
-    if not isinstance(key, str) or type(layout) is not int or not 0 <= layout < 1 << 128:
+    if not isinstance(key, str) or type(layout) is not int or not 0 <= layout < 1 << 160:
         raise ValueError(_FOREIGN)
 
 

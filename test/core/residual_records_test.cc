@@ -151,6 +151,52 @@ TEST(ResidualRecord, OfAReductionThatDidNotBeginIsCarriedAsBefore) {
   EXPECT_EQ(taken.take(0.125)->carry, 1.0F);
 }
 
+// One that has flushed before holds nothing, but the step after it must not hold anything back either.
+TEST(ResidualRecord, IsFlushedOnDemandWhereTheTypesChangeToo) {
+  Residuals residuals;
+  CompressionTerms terms;
+  terms.codec.kind = CodecKind::kInt8;
+  const std::string name = "g";
+  const Residuals::Key key{1, 0, name};
+  const Residuals::Tensors singles{{3, 4}, 5, 11}, halves{{3, 4}, 5, 12};
+  const auto due = [&](const Residuals::Tensors& tensors) {
+    bool dropped = false;
+    return residuals.due(key, tensors, terms, [] { return uint64_t{17}; }, &dropped);
+  };
+  residuals.take(key, singles, terms, 17, Flush::kAsDivided, 0);
+  EXPECT_EQ(due(halves), Flush::kNone);
+  residuals.flush();
+  EXPECT_EQ(due(halves), Flush::kAmongAll);
+  EXPECT_EQ(due(singles), Flush::kAsDivided);
+}
+
+TEST(ResidualRecord, OfACheckpointIsOfItsTypesAndWorthWhatItWasWorth) {
+  Residuals saved, loaded;
+  CompressionTerms terms;
+  terms.codec.kind = CodecKind::kInt8;
+  const std::string name = "g";
+  const Residuals::Key key{1, 0, name};
+  const Residuals::Tensors singles{{3, 4}, 5, 11}, doubles{{3, 4}, 5, 13};
+  {
+    const auto lease = saved.take(key, singles, terms, 17, Flush::kNone, 0, 1 / 4.0F);
+    for (size_t i = 0; i < 4; ++i) lease->sent(1)[i] = lease->result(1)[i] = static_cast<float>(i + 1);
+  }
+  std::vector<float> data(14);
+  Residuals::Place place;
+  ASSERT_EQ(saved.read(key, data.data(), data.size(), &place), 7U);
+  EXPECT_EQ(place.factor, 0.25F);
+  loaded.write(key, data.data(), data.size(), place);
+  bool dropped = false;
+  const auto layout = [] { return uint64_t{17}; };
+  EXPECT_EQ(loaded.due(key, singles, terms, layout, &dropped), Flush::kNone);
+  EXPECT_EQ(loaded.due(key, doubles, terms, layout, &dropped), Flush::kAmongAll) << "no codec may serve them";
+  const auto lease = loaded.take(key, singles, terms, 17, Flush::kNone, 0, 1 / 2.0F);
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(lease->sent(1)[i], static_cast<float>(i + 1) / 2) << "of a sum over twice as many ranks";
+    EXPECT_EQ(lease->result(1)[i], static_cast<float>(i + 1));
+  }
+}
+
 // ThreadSanitizer sees the order: what an operation has written happened before it is read.
 TEST(ResidualRecord, AReaderSeesAllThatAnOperationHasLeft) {
   Residuals residuals;

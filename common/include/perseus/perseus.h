@@ -380,12 +380,14 @@ typedef struct perseus_residual {
   const char* name;
   float* data;     /* `count` numbers in the caller's memory; NULL = return the count only */
   size_t count;    /* two for every element; 0 = there is no residual */
-  uint64_t layout; /* identifies the division of chunks among the ranks that the residual belongs to */
+  uint64_t layout; /* identifies the dtypes, and the division of chunks among the ranks that the residual belongs to */
   uint64_t shapes; /* identifies the tensors' shapes and orders in memory; 0 = not known: their number of elements
                       decides whether the residual is theirs */
+  float factor;    /* what results were multiplied by, such as 1 / the number of ranks; if a later request has another
+                      one, the first half is multiplied by this one over that one. 0 = not known: it stays as it is */
 } perseus_residual;
-/* Fills data, count, layout and shapes. Returns PERSEUS_INVALID_ARGUMENT if `count` is wrong, and while a request of
- * that name is in progress. */
+/* Fills data, count, layout, shapes and factor. Returns PERSEUS_INVALID_ARGUMENT if `count` is wrong, and while a
+ * request of that name is in progress. */
 PERSEUS_EXPORT perseus_code perseus_residual_read(perseus_context* context, perseus_residual* residual);
 /* Replaces the residual. The next request of that name continues with it. If the layout has changed, or the request's
  * codec keeps no residual, that request sends all of it instead. */
