@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # How long a rank that ends because of another one waits, unless its launcher ends it.
 _FIRST_TO_FAIL_SECONDS = 1.0
-_ELASTIC_STARTS = 20  # of worlds whose ranks die before they begin
+_GIVEN_UP = "given up this start"  # in errors that tell of another rank's (common/api/context.cc)
 _log = logging.getLogger(__name__)
 
 
@@ -82,11 +82,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _start(comm: Any, process_sets: Any) -> None:
-    """Join the next world. If a rank of an elastic job dies meanwhile, another one follows."""
+    """Join the next world. If it does not begin in an elastic job, another one follows, until
+    perseusrun lets those ranks go that cannot start.
+    """
     from perseus.run.bootstrap.identity import identify
 
     member = membership()
-    for attempt in range(1, _ELASTIC_STARTS + 1):
+    while True:
         if member is not None:
             _world.epoch = _place_of(member).epoch
         identity = identify()
@@ -100,9 +102,12 @@ def _start(comm: Any, process_sets: Any) -> None:
             if member is not None:
                 member.tell_begun()
             return
-        except (RuntimeError, TimeoutError, OSError) as error:
-            if isinstance(error, ValueError) or member is None or attempt == _ELASTIC_STARTS:
+        except (ValueError, RuntimeError, TimeoutError, OSError) as error:
+            # What is wrong with a rank's settings is so from its first world on: only new ranks
+            # end because of it.
+            if member is None or (isinstance(error, ValueError) and not member.has_begun):
                 raise
+            member.is_at_fault = _GIVEN_UP not in str(error)
             _log.warning("[elastic] world %d did not begin: %s", epoch, error)
 
 

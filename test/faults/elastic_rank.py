@@ -27,6 +27,7 @@ asleep: the first process that comes after another one was killed stops itself b
 thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks, their sum, and
     the gradient in a DistributedOptimizer that a process has had since it began.
+limit: the second process of the host cannot make shared memory, which is the only transport.
 status: rank 1 ends with exit status 7 after its last step, 2 s before the others.
 
 Every rank adds the same gradient, a small whole number that differs per step and index. So the
@@ -38,6 +39,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -158,6 +160,10 @@ if QUIRK == "slow" and os.environ["HOROVOD_LOCAL_RANK"] == "2" and not marked("s
     time.sleep(5)
 if QUIRK == "thread" and os.environ["HOROVOD_HOSTNAME"] == "localhost":
     threading.Thread(target=time.sleep, args=[600]).start()
+if QUIRK == "limit":
+    os.environ["PERSEUS_TRANSPORT"] = "shm"
+    if os.environ["HOROVOD_LOCAL_RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10240, 10240))
 sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 2])] if QUIRK == "sets" else []
 hvd.init(process_sets=sets)
 optimizers = {}

@@ -349,6 +349,20 @@ def test_a_rank_that_does_not_leave_is_ended(tmp_path: Path) -> None:
     expect_success(job, 2, 1)
 
 
+def test_a_new_rank_that_cannot_start_costs_no_more_than_its_slot(tmp_path: Path) -> None:
+    """Worlds that do not begin because of it are no resets."""
+    events = [{"step": 5, "what": "hosts", "text": "localhost:2\n"}]
+    script = discover(tmp_path, "localhost:1\n")
+    flags = ["-np", 1, "--min-np", 1, "--reset-limit", 1, "--host-discovery-script", script]
+    job = run(tmp_path, *flags, events=events, worlds=5, quirk="limit")
+    expect_success(job, 1, 1)
+    assert pids(job.worlds[0]) == pids(job.worlds[1])
+    assert job.worlds[1][0].step > 5  # none is done again
+    why = "rank 1 on localhost leaves: 3 worlds did not begin because of it; its slot is not used"
+    assert job.output.count(why) == 1, job.output
+    assert job.output.count("<stderr>:[elastic] world ") == 6  # three, of two ranks
+
+
 def test_a_rank_of_the_last_world_that_fails_makes_the_job_fail(tmp_path: Path) -> None:
     job = run(tmp_path, "-np", 2, "--min-np", 1, steps=5, quirk="status")
     assert job.status == 7, job.output

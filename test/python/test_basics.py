@@ -6,12 +6,14 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from perseus import basics, config, errors
 
 ROOT = Path(__file__).parent.parent.parent
+GAVE_UP = "[rendezvous] world 2 did not begin; rank 1 has given up this start: why"
 
 
 @pytest.fixture
@@ -51,6 +53,37 @@ def test_import_leaves_hooks_and_environment_alone_but_for_the_one_that_waits_fo
         "print(type(finders[0]).__module__, before == (finders[1:], environment))"
     )
     assert _python(code) == "perseus.ddp True"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_only_a_new_rank_of_an_elastic_job_ends_when_its_settings_differ_from_others(
+    monkeypatch: pytest.MonkeyPatch, has_begun: bool
+):
+    """Those that have trained go on without it."""
+    faults, outcomes = [], iter([ValueError("other settings"), RuntimeError(GAVE_UP), None])
+    member = SimpleNamespace(has_begun=has_begun, is_at_fault=None, tell_begun=lambda: None)
+
+    def join(_: object) -> SimpleNamespace:
+        faults.append(member.is_at_fault)
+        return SimpleNamespace(epoch=len(faults))
+
+    def connect(*_: object) -> None:
+        if (outcome := next(outcomes)) is not None:
+            raise outcome
+
+    monkeypatch.setattr(basics, "membership", lambda: member)
+    monkeypatch.setattr(basics, "_place_of", join)
+    monkeypatch.setattr(basics, "_rendezvous", lambda _: None)
+    monkeypatch.setattr(basics, "_connect", connect)
+    monkeypatch.setattr(basics, "_enter", lambda *_: None)
+    monkeypatch.setattr(basics._world, "epoch", 0)
+    if has_begun:
+        basics.init()
+        assert faults == [None, True, False]
+    else:
+        with pytest.raises(errors.InitializationError, match="other settings"):
+            basics.init()
+        assert faults == [None]
 
 
 def test_version_is_the_builds():

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from perseus.run import launch
-from perseus.run.bootstrap.words import Join
+from perseus.run.bootstrap.words import Begun, Join
 from perseus.run.elastic import driver
 from perseus.run.elastic.discovery import HostDiscoveryFunction
 from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.elastic.process import Process
-from perseus.run.hosts import Host
+from perseus.run.hosts import Host, Slot
 from perseus.run.job import Job, LaunchError
 
 NEW = Join(sync=True, state=False, commits=0)
@@ -44,6 +44,70 @@ def test_exit_status_is_that_of_the_last_world_when_nobody_has_the_state(
     launcher._processes = {2: Process(2, ("a", 2), HOST, request=NEW)}
     launcher._begin_world()
     assert launcher.first_failure == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "new", "leave"),
+    [
+        ({2}, {2}, {2}),
+        ({1, 2}, {2}, {2}),  # an old rank had a world without the new one
+        ({0}, {1, 2}, {1, 2}),
+        ({1}, set(), {1}),
+        (set(), {2}, set()),
+    ],
+)
+def test_ranks_leave_whose_own_errors_have_ended_three_starts(
+    launcher: driver.ElasticLauncher, faulty: set[int], new: set[int], leave: set[int]
+) -> None:
+    launcher._processes = {
+        number: Process(number, ("a", number), HOST, 1, number, is_new=number in new)
+        for number in range(3)
+    }
+    for number in range(3):
+        launcher._open_streams(number, number)
+    launcher._world = [(number, Slot(number, "a", number, 3, 0, 1)) for number in range(3)]
+    for start in range(3):
+        assert not any(each.dismissed for each in launcher._processes.values()), start
+        for number, each in launcher._processes.items():
+            each.request = Join(True, True, 0, number in faulty)
+        launcher._begin_world()
+        assert launcher._epoch == 2 + start
+    left = {number for number, each in launcher._processes.items() if each.dismissed}
+    assert left == leave
+    assert {number for number, _ in launcher._world} == {0, 1, 2} - leave
+
+
+def test_the_end_of_a_rank_is_no_error_of_those_that_were_to_begin_with_it(
+    launcher: driver.ElasticLauncher,
+) -> None:
+    launcher._processes = {0: Process(0, ("a", 0), HOST, 1, 0)}
+    launcher._open_streams(0, 0)
+    for _ in range(5):
+        launcher._world = [(number, Slot(number, "a", number, 2, 0, 1)) for number in range(2)]
+        launcher._processes[0].request = Join(True, True, 0, True)
+        launcher._begin_world()
+    assert not launcher._processes[0].dismissed
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_starts_that_fail_for_ever_end_the_job_and_are_no_resets(
+    launcher: driver.ElasticLauncher, begins: bool
+) -> None:
+    """begins: whether each world does."""
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 1, 1, reset_limit=3)
+    launcher._processes = {0: Process(0, ("a", 0), HOST, 1, 0)}
+    launcher._open_streams(0, 0)
+    started = -1
+    while not launcher._ending:
+        launcher._processes[0].request = Join(True, True, 0, False)
+        launcher._begin_world()
+        started += 1
+        if begins:
+            for _ in range(2):
+                launcher._on_word(launcher._processes[0], Begun(launcher._epoch))
+    assert started == (4 if begins else 98)
+    reason = "exceeded limit: 3" if begins else "100 worlds in a row did not begin"
+    assert reason in str(launcher._error)
 
 
 @pytest.mark.parametrize("most", [None, 2])

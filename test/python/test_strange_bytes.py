@@ -187,7 +187,7 @@ def test_reports_of_agents(content: bytes) -> None:
 
 WORDS = [
     words.Join(True, None, 3),
-    words.Join(False, True, 0),
+    words.Join(False, True, 0, True),
     words.Begun(2),
     words.Pong(),
     words.Place(1, False, 2, True, {"HOROVOD_RANK": "1", "A": "\udcff"}),

@@ -30,6 +30,8 @@ class Membership:
         it to them. All ranks must do the same, so `place.sync` says whether one of them will.
     has_state: whether this rank has the training's state; None if the script does not say.
     commits: so many have gone into that state. The rank that has most gives its to the others.
+    has_begun: whether this rank has met all others of some world.
+    is_at_fault: whether the last world did not begin for this rank because of an error of its own.
     on_news: called as on_news(timestamp, change, feeding) on another thread when hosts have
         changed, and again every few seconds until the ranks come to join. For change see
         HostUpdateResult, for feeding words.News.
@@ -47,6 +49,8 @@ class Membership:
         self.will_sync = True
         self.has_state: bool | None = None
         self.commits = 0
+        self.has_begun = False
+        self.is_at_fault = False
         self.on_news: Callable[[float, int, bool], None] | None = None
         self.on_feed: Callable[[words.Feed], None] | None = None
         self.feeding: Any = None  # perseus.feeding's part of it
@@ -70,7 +74,7 @@ class Membership:
             )
         with self._changed:
             self._answer = None
-            self._write(words.Join(self.will_sync, self.has_state, self.commits))
+            self._write(words.Join(self.will_sync, self.has_state, self.commits, self.is_at_fault))
             while self._answer is None:
                 if self._lost:
                     raise RuntimeError(self._lost)
@@ -84,11 +88,13 @@ class Membership:
         os.environ.update(answer.environment)
         self.place = answer
         self.will_sync = True
+        self.is_at_fault = False
         return self.place
 
     def tell_begun(self) -> None:
         """Say that this rank has met all others of its world."""
         assert self.place is not None
+        self.has_begun = True
         with self._changed:
             self._write(words.Begun(self.place.epoch))
 

@@ -22,11 +22,13 @@ class Join:
     sync: whether it will take the training's state from others there, or give it to them.
     state: whether it has that state; None if its script does not say.
     commits: so many have gone into that state.
+    fault: whether the last world did not begin for this rank because of an error of its own.
     """
 
     sync: bool
     state: bool | None
     commits: int
+    fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,10 @@ def from_rank(line: bytes) -> FromRank:
     kind, value = _only_item(line, "a rank")
     if kind == "join" and isinstance(value, dict):
         sync, state, commits = (value.get(key) for key in ("sync", "state", "commits"))
+        if not isinstance(fault := value.get("fault", False), bool):
+            raise _unexpected(line, "a rank")
         if isinstance(sync, bool) and isinstance(state, bool | None) and _is_natural(commits):
-            return Join(sync, state, commits)
+            return Join(sync, state, commits, fault)
     elif kind == "begun" and _is_natural(value):
         return Begun(value)
     elif kind == "pong":

@@ -37,6 +37,8 @@ _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 # it: where its ranks can come back as new ones, that costs less than all that wait; where they
 # cannot, it is for ever.
 _UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 0.75, 8.0
+_FAILED_STARTS = 3  # after which a process goes whose own errors have ended them
+_MOST_FAILED_STARTS = 100  # in a row, of all, so that no job starts for ever
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
 _NO_STATE = "No hosts from previous set remaining: nobody has the training's state"
@@ -74,6 +76,8 @@ class ElasticLauncher(Launcher):
         self._feeds = Feeds(self._tell)
         self._is_feeding = False  # when there were news last
         self._begun_at = 0.0
+        self._begun = 0  # worlds for which some rank has met all others
+        self._last_begun = -1  # of these
         self._failures: list[tuple[Process, int]] = []
         self._early: list[Process] = []  # that have ended without an error before the first world
         self._names: dict[int, str] = {}  # of all processes that have been in a world
@@ -310,7 +314,10 @@ class ElasticLauncher(Launcher):
 
     def _on_word(self, process: Process, word: words.FromRank) -> None:
         if isinstance(word, words.Begun):
-            process.has_begun |= word.epoch == self._epoch == process.epoch
+            if word.epoch == self._epoch == process.epoch:
+                process.has_begun, process.is_new, process.failed_starts = True, False, 0
+                self._begun += self._last_begun != self._epoch
+                self._last_begun = self._epoch
         elif isinstance(word, words.Join):
             process.request = word
             self._state_exists = self._state_exists or word.state is True
@@ -422,7 +429,7 @@ class ElasticLauncher(Launcher):
 
     def _begin_world(self) -> None:
         elasticity = self._elasticity
-        if elasticity.reset_limit is not None and self._epoch + 1 > elasticity.reset_limit:
+        if elasticity.reset_limit is not None and self._begun > elasticity.reset_limit:
             self._fail(
                 LaunchError(
                     f"Horovod was shutdown because number of resets during elastic job exceeded "
@@ -430,7 +437,13 @@ class ElasticLauncher(Launcher):
                 )
             )
             return
+        if self._epoch - self._last_begun >= _MOST_FAILED_STARTS:
+            self._give_up(f"{_MOST_FAILED_STARTS} worlds in a row did not begin")
+            return
+        self._dismiss_faulty()
         chosen = self._candidates()
+        if len(chosen) < elasticity.least:
+            return
         candidates = [
             Candidate(
                 each.number,
@@ -472,6 +485,23 @@ class ElasticLauncher(Launcher):
         self._give_up_at = None
         if last >= 0 or self._job.verbose:
             self._announce_world()
+
+    def _dismiss_faulty(self) -> None:
+        """Let processes go that have failed to begin several worlds while nobody died."""
+        members = self._members()
+        if len(members) < len(self._world):  # the ends of others look like errors of one's own
+            return
+        for each in members:
+            each.failed_starts += each.request is not None and each.request.fault
+        faulty = [each for each in members if each.failed_starts >= _FAILED_STARTS]
+        if not faulty:
+            return
+        # Others have had a world before new ones came, with which they cannot connect for example.
+        new = [each for each in members if each.is_new]
+        why = f"{_FAILED_STARTS} worlds did not begin because of it"
+        for process in [each for each in faulty if each.is_new] or new or faulty:
+            self._dismiss(process, why)
+            self._bar(process, f"leaves: {why}", time.monotonic())
 
     def _announce_world(self) -> None:
         counts: dict[str, int] = {}
@@ -645,13 +675,16 @@ class ElasticLauncher(Launcher):
             self.first_failure, self._failed_at = (process.number, status), now
             self._end()
             return
-        wait = self._slots.bar(process.place, now)
-        rest = "its slot is not used again" if wait is None else f"its slot rests for {wait:.0f} s"
-        self._print(f"{process.name} {what_happened(status)}; {rest}")
+        self._bar(process, what_happened(status), now)
         if process.epoch == self._epoch >= 0:
             why = f"{process.name} {what_happened(status)}"
             with suppress(RuntimeError):  # without it, others wait for HOROVOD_START_TIMEOUT
                 self._server.abandon(_WORLD, self._epoch, process.rank, why)
+
+    def _bar(self, process: Process, what: str, now: float) -> None:
+        wait = self._slots.bar(process.place, now)
+        rest = "its slot is not used again" if wait is None else f"its slot rests for {wait:.0f} s"
+        self._print(f"{process.name} {what}; {rest}")
 
     def _on_unstartable(self, error: LaunchError) -> None:
         """Fail if that is so from the beginning; later on, it is a host that is lost."""

@@ -23,6 +23,8 @@ class Process:
     request: Join | None = None  # to join the next world
     has_begun: bool = False  # and met the others there
     had_state: bool = False  # when it asked for that world
+    is_new: bool = True  # and has not met the others of any world
+    failed_starts: int = 0  # in a row, by errors of its own
     dismissed: bool = False  # told to leave
     end_at: float = inf  # when it is ended, since it has been dismissed
     heard_at: float = field(default_factory=time.monotonic)
