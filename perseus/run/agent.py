@@ -61,6 +61,7 @@ CONTROL, STATE = b"c", b"s"
 ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
 GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
+CLOSE_SECONDS = 1.0  # that processes get after their rank's end to write their last output
 DESCRIPTORS = 65536  # that an agent and perseusrun may have open, if the hard limit allows it
 _CHUNK = 65536
 _BEGINNING = 256  # bytes of a program, which tell whether it is a binary
@@ -312,6 +313,8 @@ class Agent:
         self._ending = False
         self._signal_received = 0
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # Ranks that have ended whose output is still open: their exit status, and until when.
+        self._closing: dict[Rank, tuple[int, float]] = {}
         self._exits: queue.SimpleQueue[tuple[Rank, int]] = queue.SimpleQueue()
         self._children_ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[Rank] = queue.SimpleQueue()  # for their states
@@ -484,7 +487,9 @@ class Agent:
         """Send a signal to the processes of ranks; None = of all, and to strays. Needs the lock."""
         before = Snapshot()
         for rank in self._ranks:
-            if ranks is None or rank in ranks:
+            # What is left of a rank that has ended by itself has a moment for its last output.
+            is_early = number == signal.SIGTERM and rank in self._closing
+            if (ranks is None or rank in ranks) and not is_early:
                 rank.signal(number, before)
         if ranks is None:
             _send(number, self._strays(before))
@@ -546,7 +551,8 @@ class Agent:
                     self._drain()
                     return
             self._send_heartbeat()
-            for key, _ in self._selector.select(0.05 if give_up else self._until_heartbeat()):
+            is_waiting = bool(give_up or self._closing)
+            for key, _ in self._selector.select(0.05 if is_waiting else self._until_heartbeat()):
                 if key.data is not None:
                     self._pass_on(key.fileobj, *key.data)
                 elif os.read(self._wake, 1) == b"s":
@@ -554,6 +560,7 @@ class Agent:
                     self._report(STATE, rank.rank, rank.state())
                 else:
                     self._note_exits()
+            self._end_closed()
 
     def _send_heartbeat(self) -> None:
         """Send a heartbeat if it is time for one."""
@@ -564,16 +571,37 @@ class Agent:
         return max(0.0, self._heartbeat_at - time.monotonic()) if self._silence else None
 
     def _note_exits(self) -> None:
-        """Report the ranks that have ended, and end child processes that they left running."""
-        ended = []
+        """Take notice of the ranks that have ended."""
         while not self._exits.empty():  # one byte may have told of several of them
             rank, status = self._exits.get()
-            ended.append(rank)
-            self._drain(rank)
-            rank.exited = True
             if status == 0 and self._signal_received:  # it has been ended, not finished
                 status = 128 + self._signal_received
-            self._report(EXIT, rank.rank, str(status).encode())
+            patience = 0.0 if self._ending else CLOSE_SECONDS
+            self._closing[rank] = status, time.monotonic() + patience
+            if status != 0:  # others wait for that
+                self._drain(rank)
+                self._report(EXIT, rank.rank, str(status).encode())
+
+    def _end_closed(self) -> None:
+        """End what ranks have left running, once that has closed their output or had its time.
+
+        A filter that a script has put behind its output (exec > >(tee log)) ends by itself.
+        """
+        if not self._closing:
+            return
+        outputs = [key.data for key in self._selector.get_map().values() if key.data is not None]
+        is_open = {rank for kind, rank in outputs if kind in (OUT, ERR)}
+        moment = time.monotonic()
+        ended = []
+        for rank, (status, until) in list(self._closing.items()):
+            if rank in is_open and moment < until:
+                continue
+            ended.append(rank)
+            self._drain(rank)
+            if status == 0:
+                self._report(EXIT, rank.rank, b"0")
+            rank.exited = True
+            del self._closing[rank]
         if not ended:
             return
         with self._lock:

@@ -494,6 +494,38 @@ def test_processes_in_groups_of_their_own_end_with_the_job(tmp_path: Path) -> No
             file.unlink()
 
 
+_FILTER = """
+exec > >(cat > "$0/text$PERSEUS_RANK"; sleep 0.3; cat "$0/text$PERSEUS_RANK") 2>&1
+for i in 1 2 3; do echo "step $i"; done
+[ $PERSEUS_RANK = 1 ] || $1
+echo "last words" >&2
+exit $PERSEUS_RANK
+"""
+
+
+def test_a_filter_behind_the_output_of_a_rank_passes_on_all_of_it(tmp_path: Path) -> None:
+    """Rank 1 fails while rank 0 still runs, which is ended at once."""
+    expected = [
+        f"[{rank}]<stdout>:{line}"
+        for rank in (0, 1)
+        for line in ("step 1", "step 2", "step 3", "last words")
+    ]
+    alone = perseusrun("-np", "1", "bash", "-c", _FILTER, str(tmp_path), "true", timeout=60)
+    assert (alone.returncode, alone.stdout.splitlines()) == (0, expected[:4])
+    failed = perseusrun("-np", "2", "bash", "-c", _FILTER, str(tmp_path), "sleep 60", timeout=30)
+    assert failed.returncode == 1
+    assert [line for line in failed.stdout.splitlines() if line[1] == "1"] == expected[4:]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_what_keeps_the_output_of_a_rank_open_ends_soon_after_it(status: int) -> None:
+    script = f"sleep 600 & echo $PERSEUS_RANK; exit {status}"
+    begun = time.monotonic()
+    result = perseusrun("-np", "1", "sh", "-c", script, timeout=60)
+    assert (result.returncode, result.stdout) == (status, "[0]<stdout>:0\n")
+    assert time.monotonic() - begun < 20
+
+
 def test_what_a_rank_leaves_running_cannot_hide_its_end_by_talking() -> None:
     result = perseusrun("-np", "2", "sh", "-c", "yes & exit 3", timeout=60)
     assert result.returncode == 3
