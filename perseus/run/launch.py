@@ -224,10 +224,17 @@ class Launcher:
                     directory.mkdir(parents=True, exist_ok=True)
                     file = (directory / name).open("wb", buffering=0)
                 except OSError as error:
-                    raise LaunchError(f"--output-filename {directory}: {_cause(error)}") from None
+                    if not self._is_under_way():
+                        text = f"--output-filename {directory}: {_cause(error)}"
+                        raise LaunchError(text) from None
+                    self._console.warn(str(directory / name), error)
             look = self._look_for_horovod if fd == STDERR else None
             stream = Stream(self._console, rank, fd, self._job.timestamps, file, look=look)
             self._streams[number, kind] = stream
+
+    def _is_under_way(self) -> bool:
+        """Return whether so much has been done that a full disk must not end it."""
+        return False
 
     def _look_for_horovod(self, line: bytes) -> None:
         self._lacks_horovod = self._lacks_horovod or WITHOUT_HOROVOD.encode() in line

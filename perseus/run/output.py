@@ -82,7 +82,7 @@ class Console:
         try:
             file.close()
         except OSError as error:
-            self._warn(file.name, error)
+            self.warn(file.name, error)
 
     def close(self) -> None:
         """Put the cursor at the start of a line."""
@@ -131,11 +131,11 @@ class Console:
         except OSError as error:
             if len(view) < len(data):
                 self._torn.add(fd)
-            self._warn(name, error)
+            self.warn(name, error)
         else:
             self._torn.discard(fd)
 
-    def _warn(self, name: str, error: OSError) -> None:
+    def warn(self, name: str, error: OSError) -> None:
         """Warn once, on the stream that is not affected."""
         if not self._warned:
             self._warned = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +110,34 @@ def test_starts_that_fail_for_ever_end_the_job_and_are_no_resets(
     assert started == (4 if begins else 98)
     reason = "exceeded limit: 3" if begins else "100 worlds in a row did not begin"
     assert reason in str(launcher._error)
+
+
+def test_a_new_process_whose_output_file_cannot_be_made_starts_without_it(
+    launcher: driver.ElasticLauncher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As where the disk is full; before the first world, that is an error."""
+    (tmp_path / "rank.2").touch()
+    launcher._job = replace(launcher._job, output_directory=str(tmp_path))
+    monkeypatch.setattr(launcher, "_connect", lambda *_: SimpleNamespace())
+    launcher._started = 2
+    launcher._start_at("a", [("a", 2), ("a", 0)])
+    assert sorted(launcher._processes) == [2, 3]
+    for number in launcher._processes:
+        launcher._streams[number, b"o"].feed(b"line of %d\n" % number)
+    assert (tmp_path / "rank.3" / "stdout").read_text() == "[3]<stdout>:line of 3\n"
+    found = capfd.readouterr()
+    assert found.out == "[2]<stdout>:line of 2\n[3]<stdout>:line of 3\n"
+    assert found.err == (
+        f"perseusrun: warning: cannot write {tmp_path}/rank.2/stdout: File exists; the job goes "
+        f"on, and output that cannot be written is lost\n"
+    )
+    launcher._close_streams([2, 3])
+    launcher._epoch, launcher._started = -1, 2
+    with pytest.raises(LaunchError, match="File exists"):
+        launcher._start_at("a", [("a", 2)])
 
 
 @pytest.mark.parametrize("most", [None, 2])

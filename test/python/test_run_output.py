@@ -277,6 +277,6 @@ def test_descriptors_may_have_large_numbers(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_warning_whatever_the_name_of_the_file(console: Recorder) -> None:
-    console._warn(os.fsdecode(b"/data/M\xfcller"), OSError(errno.ENOSPC, "No space left"))
+    console.warn(os.fsdecode(b"/data/M\xfcller"), OSError(errno.ENOSPC, "No space left"))
     ((fd, text),) = console.shown
     assert fd == STDERR and b"cannot write /data/M\xfcller: No space left; the job goes on" in text

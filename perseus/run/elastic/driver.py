@@ -252,6 +252,9 @@ class ElasticLauncher(Launcher):
         for number, place in zip(numbers, places, strict=True):
             self._processes[number] = Process(number, place, host)
 
+    def _is_under_way(self) -> bool:
+        return self._epoch >= 0
+
     def _is_local(self, name: str) -> bool:
         assert self._watch is not None
         return self._watch.is_local(name)
