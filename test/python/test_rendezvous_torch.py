@@ -14,6 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,6 +299,7 @@ def test_a_process_group_goes_by_the_hosts_of_its_own_round(
 
     names = threading.local()
     monkeypatch.setattr(socket, "gethostname", lambda: names.here)
+    monkeypatch.setattr(rendezvous, "host_identity", lambda: names.here, raising=False)
     monkeypatch.setattr(rendezvous, "own_address", lambda hosts: "10.0.0.1")
     monkeypatch.setattr(rendezvous, "_store_server", lambda *_: SimpleNamespace(port=6666))
     store = HashStore()
@@ -311,6 +315,87 @@ def test_a_process_group_goes_by_the_hosts_of_its_own_round(
             time.sleep(0.5)
             other = threads.submit(find, 1, hosts[1])
             assert [first.result(), other.result()] == ["10.0.0.1"] * 2
+
+
+@pytest.mark.parametrize("identities", ["same", "different"])
+def test_a_process_group_of_hosts_with_one_name_goes_by_what_tells_them_apart(
+    monkeypatch: pytest.MonkeyPatch, identities: str
+) -> None:
+    """As containers of one image have; the store on one host is at loopback."""
+    from torch.distributed import HashStore
+
+    from perseus.run.bootstrap import rendezvous
+    from perseus.torch.distributed import launched
+
+    own = threading.local()
+    ranks = threading.Barrier(2)
+    told: list[str] = ["", ""]
+    addresses: dict[str, list[list[str]]] = {"asked": []}
+
+    def address(hosts: list[str]) -> str:
+        addresses["asked"].append(hosts)
+        return "10.0.0.1"
+
+    for module in (rendezvous, launched):
+        monkeypatch.setattr(
+            module,
+            "host_identity",
+            lambda: f"boot:{own.rank if identities == 'different' else 7}",
+            raising=False,
+        )
+        monkeypatch.setattr(module, "own_address", address)
+    monkeypatch.setattr(socket, "gethostname", lambda: "worker")
+    monkeypatch.setattr(rendezvous, "_store_server", lambda *_: SimpleNamespace(port=6666))
+    store = HashStore()
+
+    def exchange(rank: int, text: str) -> list[str]:
+        told[rank] = text
+        ranks.wait()
+        found = list(told)
+        ranks.wait()
+        return found
+
+    def find(rank: int) -> list[str]:
+        own.rank = rank
+        group = rendezvous.find_store_through(store, rank, 2, 60).host
+        return [group, launched._meet(rank, partial(exchange, rank))[0]]
+
+    monkeypatch.setattr(launched, "_held", [])
+    monkeypatch.setattr(
+        launched.c10d, "TCPStore", lambda *_, **__: SimpleNamespace(port=7777), raising=True
+    )
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(find, range(2)))
+    if identities == "same":
+        assert found == [["127.0.0.1", "127.0.0.1"]] * 2
+        assert addresses["asked"] == []
+    else:
+        assert found == [["10.0.0.1", "10.0.0.1"]] * 2
+        assert addresses["asked"] == [["worker", "worker"]] * 2
+
+
+def test_a_process_group_does_not_wait_longer_than_its_timeout_for_torchs_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from perseus.torch.distributed import launched
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        monkeypatch.setattr(launched._World, "variables", {**variables, "MASTER_PORT": str(port)})
+        monkeypatch.setattr(launched, "raise_if_ended", lambda: end_after(200))
+        expected = f"rank 0's store at 127.0.0.1:{port} within 0:00:00.500000"
+        with pytest.raises(TimeoutError, match=expected):
+            next(launched.rendezvous(timedelta(seconds=0.5)))
+
+
+_looks = count(1)
+
+
+def end_after(most: int) -> None:
+    if next(_looks) > most:
+        raise AssertionError("it still waits")
 
 
 LATE_0 = "import time; time.sleep(1.5 if os.environ['RANK'] == '0' else 0)"

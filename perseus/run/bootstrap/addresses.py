@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 
 from perseus.run.bootstrap.start_settings import setting
 
 _SIOCGIFADDR = 0x8915
+_FAR_AWAY = "192.0.2.1"  # belongs to nobody (RFC 5737)
 _LINK_LOCAL = "20"  # a scope in /proc/net/if_inet6
 _NAMING = (
     "PERSEUS_GLOO_NETWORK_INTERFACE",
@@ -103,20 +105,35 @@ def source_address(host: str) -> str | None:
         return None
 
 
+def host_identity() -> str:
+    """Return what tells this host from others, whose names may be the same.
+
+    It is that of common/topology/host.h: containers with networks of their own are hosts.
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}:{os.stat('/proc/self/ns/net').st_ino}"
+    return "no-boot-id"
+
+
 def own_address(hosts: list[str]) -> str:
     """Return the address at which other hosts reach this one.
 
     It is the address of the interface that the user names, else the source address of the route to
-    one of the other hosts.
+    one of the other hosts, or to far away ones where all hosts have the same name.
     """
     if interface := named_interface():
         return reachable_address(interface)
     here = socket.gethostname()
     others = [host for host in hosts if host != here]
-    for host in [*others[:1], here]:
+    for host in [*others[:1], here, *([] if others else [_FAR_AWAY])]:
         address = source_address(host)
-        if address is not None and not (others and is_loopback(address)):
+        if address is not None and not is_loopback(address):
             return address
+    if not others:
+        for _, name in socket.if_nameindex():
+            address = _address(name)
+            if address is not None and not is_loopback(address):
+                return address
     return here
 
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from perseus.run.bootstrap.addresses import (
+    host_identity,
     is_loopback,
     is_own_address,
     own_address,
@@ -140,7 +141,7 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
     deadline = time.monotonic() + timeout
     within = f"within {timeout} s (timeout= of the process group)"
     identity = Identity(rank, size, 0, 0, 0, 0, "torch")
-    here = socket.gethostname()
+    here = f"{host_identity()} {socket.gethostname()}"
     if rank != 0:
         late = f"bring all ranks together in torch's store {within}"
         read = _reader(identity, ())
@@ -150,8 +151,8 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
     def serve() -> Rendezvous:
         # Asked for, because the ranks of an earlier round may have been on other hosts.
         hosts = [here, *ask(store, size, deadline, late)]
-        local = len(set(hosts)) == 1
-        return _serve(_LOOPBACK if local else own_address(hosts))
+        local = len({text.split()[0] for text in hosts}) == 1
+        return _serve(_LOOPBACK if local else own_address([text.split()[-1] for text in hosts]))
 
     return _serve_and_announce(serve, lambda text: announce(store, text, size, deadline, late))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from perseus import _core, basics, control, ddp
 from perseus.errors import HorovodInternalError, InitializationError
-from perseus.run.bootstrap.addresses import own_address
+from perseus.run.bootstrap.addresses import host_identity, own_address
 from perseus.run.bootstrap.rendezvous import wait_until_listening
 from perseus.run.bootstrap.torch_round import IDENTITY as _OF_TORCH
 from perseus.torch.session import ALLGATHER, describe, wrap
@@ -120,7 +121,17 @@ def rendezvous(
         yield _held[0], rank, size
         return
     host, port = values["MASTER_ADDR"], int(values["MASTER_PORT"])
-    wait_until_listening(host, port, lambda _: raise_if_ended())  # rank 0 may have died
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def give_up(error: OSError) -> None:
+        raise_if_ended()  # rank 0 may have died
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"[torch] no connection to rank 0's store at {host}:{port} within {timeout} "
+                f"(timeout= of the process group): {error}"
+            ) from None
+
+    wait_until_listening(host, port, give_up)
     store = c10d.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
     yield store, rank, size
 
@@ -162,10 +173,11 @@ def _meet(rank: int, exchange: Callable[[str], list[str]]) -> tuple[str, str]:
 
     exchange: returns the texts of all ranks.
     """
-    names = exchange(socket.gethostname())
+    hosts = exchange(f"{host_identity()} {socket.gethostname()}")
     text = ""
     if rank == 0:
-        host = "127.0.0.1" if len(set(names)) == 1 else own_address(names)
+        local = len({text.split()[0] for text in hosts}) == 1
+        host = "127.0.0.1" if local else own_address([text.split()[-1] for text in hosts])
         store = c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         _held.append(store)
         text = f"{host} {store.port}"
