@@ -63,6 +63,8 @@ GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
 CLOSE_SECONDS = 1.0  # that processes get after their rank's end to write their last output
 DESCRIPTORS = 65536  # that an agent and perseusrun may have open, if the hard limit allows it
+NO_THREAD = "can't start new thread"  # what Python's error says
+MORE_PROCESSES = "raise the limit on processes (ulimit -u), or the container's pids limit"
 _CHUNK = 65536
 _BEGINNING = 256  # bytes of a program, which tell whether it is a binary
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -88,6 +90,17 @@ def raise_descriptor_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return soft
+
+
+def cause(error: OSError) -> str:
+    """Return what has happened, with the remedy if a limit is reached."""
+    remedy = ""
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        remedy = ": raise the limit (ulimit -n) of " + str(limit)
+    elif error.errno == errno.EAGAIN:
+        remedy = ": " + MORE_PROCESSES
+    return str(error.strerror) + remedy
 
 
 def _become_rank(parent: int, descriptors: int) -> None:
@@ -338,6 +351,24 @@ class Agent:
         # What leaves the session of a rank becomes a child of this process when its parent ends.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         started = self._start(job, soft)
+        try:
+            self._start_threads(lines, started)
+        except RuntimeError as error:
+            if str(error) != NO_THREAD:
+                raise
+            text = "1 " + NO_THREAD + " to watch the ranks: " + MORE_PROCESSES
+            self._report(FAILED, job["ranks"][0]["rank"], text.encode())
+            self._kill(signal.SIGKILL)
+            return 1
+        self._forward()
+        with self._lock:
+            self._signal(signal.SIGKILL)
+            for rank in self._ranks:
+                rank.process.wait()
+            self._ranks = []
+        return 0
+
+    def _start_threads(self, lines: Iterator[bytes], started: bool) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: self._children_ended.put(None))
         threading.Thread(target=self._reap, daemon=True).start()
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
@@ -348,13 +379,6 @@ class Agent:
             self._kill(signal.SIGKILL)
         for rank in self._ranks:
             threading.Thread(target=self._wait_for, args=(rank,), daemon=True).start()
-        self._forward()
-        with self._lock:
-            self._signal(signal.SIGKILL)
-            for rank in self._ranks:
-                rank.process.wait()
-            self._ranks = []
-        return 0
 
     def on_signal(self, number: int, _: Any) -> None:
         """Handle a signal that is to end this process: end the ranks first, once there is a job."""
@@ -739,7 +763,7 @@ def _explain(error: Exception, job: dict[str, Any]) -> str:
     if isinstance(error, FileNotFoundError) and error.filename == command:
         return "127 " + command + ": command not found"
     if isinstance(error, OSError):
-        return "126 " + command + ": " + str(error.strerror)
+        return "126 " + command + ": " + cause(error)
     return "1 " + command + ": " + str(error)
 
 

@@ -6,7 +6,6 @@ thread sends heartbeats, because the first one blocks while nobody reads the ran
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import secrets
@@ -109,6 +108,10 @@ class Launcher:
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
             self._prepare()
             self._start_and_wait()
+        except RuntimeError as error:
+            if str(error) != agent.NO_THREAD:
+                raise
+            raise LaunchError(f"{error}: {agent.MORE_PROCESSES}") from None
         finally:
             self._heartbeat_ends.set()
             for host in self._hosts:
@@ -225,7 +228,7 @@ class Launcher:
                     file = (directory / name).open("wb", buffering=0)
                 except OSError as error:
                     if not self._is_under_way():
-                        text = f"--output-filename {directory}: {_cause(error)}"
+                        text = f"--output-filename {directory}: {agent.cause(error)}"
                         raise LaunchError(text) from None
                     self._console.warn(str(directory / name), error)
             look = self._look_for_horovod if fd == STDERR else None
@@ -249,7 +252,7 @@ class Launcher:
             host = HostLink(name, numbers, local, command, self._descriptors)
         except OSError as error:
             status = 127 if isinstance(error, FileNotFoundError) else 1
-            raise LaunchError(f"{command[0]}: {_cause(error)}", status) from None
+            raise LaunchError(f"{command[0]}: {agent.cause(error)}", status) from None
         host.start_by = time.monotonic() + self._job.start_timeout
         self._hosts.append(host)
         for pipe, act in (
@@ -518,11 +521,6 @@ def _occupy_standard_descriptors() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-
-
-def _cause(error: OSError) -> str:
-    advice = f": raise the limit (ulimit -n) of {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
-    return f"{error.strerror}{advice if error.errno == errno.EMFILE else ''}"
 
 
 def _is_signal(status: int) -> bool:

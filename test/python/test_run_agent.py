@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any, cast
 
 import pytest
@@ -20,7 +22,7 @@ from perseusrun_command import alive, eventually
 from perseus.run import agent, host_start
 from perseus.run.job import Job
 from perseus.run.link import HostLink, local_command, ssh_command
-from perseus.run.reports import Reports
+from perseus.run.reports import Failure, Reports
 
 # Says that it runs, and repeats every line that it hears.
 _ECHO = """
@@ -269,3 +271,62 @@ def test_files_in_the_directory_where_an_agent_starts_are_no_modules(tmp_path: P
     )  # fmt: skip
     assert (started.returncode, started.stderr) == (0, b"")
     assert started.stdout.startswith(agent.MARK)
+
+
+# Runs a module of perseus.run as a program that cannot start any thread.
+_WITHOUT_THREADS = """
+import importlib, os, sys, threading
+
+def fail(thread):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = fail
+os._exit(importlib.import_module("perseus.run." + sys.argv.pop(1)).main())
+"""
+
+
+def test_an_agent_that_cannot_start_threads_says_so_and_ends_its_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_THREADS, "agent", "0"]
+    host = HostLink("localhost", [3, 4], True, command)
+    job = Job(["sh", "-c", f"sleep 2; touch {tmp_path}/lives"], [])
+    host.send(host_start.start_message(job, host, [(3, {}), (4, {})], {}, None))
+    output, errors = host.process.communicate(timeout=60)
+    (failure,) = [found for found in host.reports.read(output) if found[0] == agent.FAILED]
+    assert failure == (
+        agent.FAILED,
+        3,
+        Failure(
+            1,
+            "can't start new thread to watch the ranks: raise the limit on processes (ulimit -u), "
+            "or the container's pids limit",
+        ),
+    )
+    assert (host.process.returncode, errors) == (1, b"")
+    time.sleep(2.5)
+    assert not (tmp_path / "lives").exists()
+
+
+def test_a_launcher_that_cannot_start_threads_says_so_in_one_line() -> None:
+    command = [sys.executable, "-c", _WITHOUT_THREADS, "cli", "-np", "2", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "perseusrun: error: can't start new thread: raise the limit on processes (ulimit -u), or "
+        "the container's pids limit\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EAGAIN, ": raise the limit on processes (ulimit -u), or the container's pids limit"),
+        (errno.EMFILE, f": raise the limit (ulimit -n) of {getrlimit(RLIMIT_NOFILE)[1]}"),
+        (errno.EACCES, ""),
+    ],
+)
+def test_a_rank_that_cannot_start_at_a_limit_is_reported_with_the_remedy(
+    number: int, remedy: str
+) -> None:
+    job = {"command": ["python"], "directory": "/"}
+    error = OSError(number, os.strerror(number))
+    assert agent._explain(error, job) == f"126 python: {os.strerror(number)}{remedy}"
