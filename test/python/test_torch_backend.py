@@ -27,6 +27,7 @@ from perseus import basics
 from perseus.errors import InitializationError
 from perseus.torch import session
 from perseus.torch.distributed import backend, world
+from perseus.torch.distributed.completer import Completer
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _BESIDE_OTHERS = pytest.mark.skipif(
@@ -124,6 +125,26 @@ def test_a_completed_work_has_written_its_output():
     _wait_until(work.is_completed)
     assert torch.equal(output, given)
     assert work.is_success() and work.exception() is None
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("stop")])
+def test_whoever_waits_for_a_callback_hears_of_any_exception_in_it(error):
+    def callback(_):
+        raise error
+
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(callback)
+    _wait_until(future.done)
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: {error}"):
+        future.wait()
+
+
+def test_no_exception_of_a_job_keeps_later_jobs_from_running():
+    completer, called = Completer(), threading.Event()
+    completer.call(sys.exit)
+    completer.call(called.set)
+    assert called.wait(30)
+    completer.end()
 
 
 @pytest.mark.usefixtures("_alone")

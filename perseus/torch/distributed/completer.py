@@ -87,7 +87,7 @@ class Completer:
                     return
             try:
                 job()
-            except Exception:  # other jobs must still run
+            except BaseException:  # other jobs must still run
                 traceback.print_exc()
             del job  # and what it holds, while the thread waits for the next one
 

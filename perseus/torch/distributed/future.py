@@ -39,7 +39,7 @@ class Future(torch.futures.Future[Any]):
         def run(_: Any) -> None:
             try:
                 value = callback(self)
-            except Exception as error:
+            except BaseException as error:  # sys.exit() included, or nothing would wake waiters
                 result.complete(None, error)
             else:
                 result.complete(value, None)
@@ -61,17 +61,20 @@ class Future(torch.futures.Future[Any]):
         self._completer.call(partial(super().add_done_callback, callback))
 
     def complete(self, value: Any, error: BaseException | None) -> None:
-        """Set the value, or the error, and run the callbacks. Called by a completer's thread."""
+        """Set the value, or the error, and run the callbacks. Called by a completer's thread.
+
+        Whoever waits gets a RuntimeError instead of SystemExit and the like, as from torch.
+        """
         with self._lock:
             self._ends = True
         if self._device is not None:
             error = error or _failure_of(self._device)
-            if error is not None and not _can_be_pickled(error):
-                error = RuntimeError(f"{type(error).__name__}: {error}")
         if error is None:
             self.set_result(value)
-        else:
+        elif isinstance(error, Exception) and (self._device is None or _can_be_pickled(error)):
             self.set_exception(error)
+        else:
+            self.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def _failure_of(device: torch.device) -> Exception | None:
