@@ -77,8 +77,9 @@ class Feeding:
         if self._closed:
             raise RuntimeError("the process ends")
         given = feed, self._thread, self._stopped
-        self._thread = threading.Thread(target=self._run, args=given, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=given, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def on_step(self) -> None:
         """Training has done a step, or more of them, since the last call."""

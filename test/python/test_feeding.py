@@ -204,6 +204,15 @@ def test_stopping_one_ends_the_other(store: None) -> None:
     assert ranks[1][0].told[-1] == words.Fed(1, got)
 
 
+def test_a_part_whose_thread_cannot_be_started_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, part),) = parts(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            part.take_part(words.Feed(1, 0, 2))
+    part.stop()
+
+
 def test_a_process_that_ends_takes_no_part() -> None:
     ((_, part),) = parts(1)
     part.close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import pytest
 
+from perseus.run.bootstrap import membership
 from perseus.run.bootstrap.identity import SINGLE, Identity, identify
 
 PERSEUSRUN = {
@@ -158,3 +162,20 @@ def test_value_that_does_not_fit_is_named(environment: dict[str, str], message: 
 def test_identity_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         SINGLE.rank = 1  # type: ignore[misc]
+
+
+def test_a_rank_whose_thread_cannot_be_started_is_still_one_of_an_elastic_job(monkeypatch):
+    ours, theirs = socket.socketpair()
+    monkeypatch.setenv(membership.CONTROL_VARIABLE, str(ours.detach()))
+    monkeypatch.setattr(membership, "_membership", None)
+    with theirs:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", lambda _: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                membership.membership()
+        member = membership.membership()
+        assert member is not None and membership.membership() is member
+        theirs.sendall(b'{"place": {}}\n')
+        with pytest.raises(RuntimeError, match="is nothing that perseusrun says"):
+            member.join()
+    member._socket.close()

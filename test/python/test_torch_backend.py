@@ -139,6 +139,28 @@ def test_whoever_waits_for_a_callback_hears_of_any_exception_in_it(error):
         future.wait()
 
 
+def _start_no_thread(_):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_future_whose_thread_cannot_be_started_can_be_asked_for_again(monkeypatch):
+    tensor = torch.arange(3.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    completer, called = Completer(stays=False), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _start_no_thread)
+        for call in (work.get_future, lambda: completer.call(lambda: called.append(1))):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                call()
+    future = work.get_future()
+    _wait_until(future.done)
+    assert torch.equal(future.wait()[0], tensor)
+    completer.call(lambda: called.append(2))
+    _wait_until(lambda: 2 in called)
+    assert called == [2]  # what has failed is not done later
+
+
 def test_no_exception_of_a_job_keeps_later_jobs_from_running():
     completer, called = Completer(), threading.Event()
     completer.call(sys.exit)

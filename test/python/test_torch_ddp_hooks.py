@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -15,6 +16,7 @@ from perseus.torch.ddp import hooks, register_comm_hook
 from perseus.torch.ddp.blocks import BLOCK, Format
 from perseus.torch.ddp.gradients import Gradients, Parameter
 from perseus.torch.ddp.sparse import TopK, largest
+from perseus.torch.ddp.worker import Worker
 
 pytestmark = pytest.mark.shared
 DTYPES = [torch.int8, torch.float16, torch.bfloat16]
@@ -202,3 +204,15 @@ def test_a_killed_rank_ends_the_step_of_the_others(tmp_path, name):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def test_a_thread_that_cannot_be_started_is_started_for_the_next_exchange(monkeypatch):
+    worker = Worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            worker.submit(lambda: torch.ones(3))
+    done = threading.Event()
+    future = worker.submit(lambda: torch.arange(3.0))
+    future.add_done_callback(lambda _: done.set())
+    assert done.wait(30) and torch.equal(future.wait(), torch.arange(3.0))

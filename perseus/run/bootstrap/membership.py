@@ -54,7 +54,11 @@ class Membership:
         self.on_news: Callable[[float, int, bool], None] | None = None
         self.on_feed: Callable[[words.Feed], None] | None = None
         self.feeding: Any = None  # perseus.feeding's part of it
-        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            threading.Thread(target=self._read, daemon=True).start()
+        except BaseException:
+            self._socket.detach()  # for the next attempt
+            raise
 
     def is_of_this_process(self) -> bool:
         """Whether no process between perseusrun's and this one has forked it."""
@@ -154,7 +158,7 @@ _membership: Membership | None = None
 def membership() -> Membership | None:
     """Return this process's membership in an elastic job; None in any other job."""
     global _membership
-    descriptor = os.environ.pop(CONTROL_VARIABLE, "")
+    descriptor = os.environ.get(CONTROL_VARIABLE, "")
     if descriptor:
         try:
             _membership = Membership(int(descriptor))
@@ -163,4 +167,5 @@ def membership() -> Membership | None:
                 f"[elastic] {CONTROL_VARIABLE}={descriptor}: the socket to perseusrun is not open "
                 f"({error}): something between perseusrun and this process has closed it"
             ) from None
+        del os.environ[CONTROL_VARIABLE]  # only now, or the next attempt would train alone
     return _membership

@@ -30,11 +30,11 @@ class Worker:
     def submit(self, job: Job) -> torch.futures.Future[torch.Tensor]:
         """Return the future of job(), which fails with what the job raises."""
         if not self._started:
-            self._started = True
             # The thread must not keep the Worker alive, nor a process whose peers have failed.
             threading.Thread(
                 target=_run, args=(self._jobs,), name="perseus ddp hook", daemon=True
             ).start()
+            self._started = True
             weakref.finalize(self, self._jobs.put, None).atexit = False
         outcome: list[Callable[[], torch.Tensor]] = []
 

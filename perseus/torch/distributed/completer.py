@@ -50,15 +50,17 @@ class Completer:
         self._thread: threading.Thread | None = None
 
     def call(self, job: Callable[[], object]) -> None:
-        """Run `job` on the thread, after those that came before."""
+        """Run `job` on the thread, after those that came before.
+
+        Raises RuntimeError, and never runs it, if no thread can be started.
+        """
         with _lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="perseus futures", daemon=True)
+                thread.start()
+                self._thread = thread
             _running.add(self)
             self._jobs.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="perseus futures", daemon=True
-                )
-                self._thread.start()
 
     def end(self) -> None:
         """Let the thread end once it has run the jobs that it has. Does not wait for that."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,14 +124,15 @@ class Work(dist.Work):
             if self._future is not None:
                 return self._future
             completer = self._world.completer if self._in_order else Completer(stays=False)
-            self._future = Future(completer, self._device)
+            future = Future(completer, self._device)
+            if calling() is None:
+                completer.call(partial(self._complete_future, future))
+            self._future = future
         if calling() is not None:
             # The thread that would complete it may be this one, or wait for it: the callback waits
             # for what it starts.
-            self._complete_future()
-        else:
-            completer.call(self._complete_future)
-        return self._future
+            self._complete_future(future)
+        return future
 
     def take_pieces(self) -> list[Piece]:
         """The operations that are not known to be done, for a work that takes this one's place."""
@@ -167,11 +169,10 @@ class Work(dist.Work):
         """The GPU where the tensors lie, or None."""
         return self._device
 
-    def _complete_future(self) -> None:
+    def _complete_future(self, future: Future) -> None:
         with aside(self._device):
             self._settle_here()
-            assert self._future is not None
-            self._future.complete(self._result, self._error)
+            future.complete(self._result, self._error)
 
     def _settle_here(self) -> None:
         self._settle()
