@@ -82,9 +82,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _start(comm: Any, process_sets: Any) -> None:
-    """Join the next world. If it does not begin in an elastic job, another one follows, until
-    perseusrun lets those ranks go that cannot start.
+    """Join the next world, or in an elastic job the first one that begins.
+
+    Until one does, perseusrun lets those ranks go that cannot start.
     """
+    from perseus.run.bootstrap import holder
     from perseus.run.bootstrap.identity import identify
 
     member = membership()
@@ -93,12 +95,14 @@ def _start(comm: Any, process_sets: Any) -> None:
             _world.epoch = _place_of(member).epoch
         identity = identify()
         _check_comm(comm, identity.size)
+        holder.refuse_second(identity)
         rendezvous = _rendezvous(identity)
         # Only attempts that the others see count.
         epoch = _world.epoch
         _world.epoch += 1
         try:
             _enter(_connect(identity, rendezvous, "world", epoch), process_sets)
+            holder.hold(identity)
             if member is not None:
                 member.tell_begun()
             return
@@ -214,9 +218,12 @@ def shutdown() -> None:
 
     Handles that are still open keep their outcome for synchronize. Does nothing when not running.
     """
+    from perseus.run.bootstrap import holder
+
     context, _world.context = _world.context, None
     if context is None:
         return
+    holder.release()
     try:
         context.shutdown()
         for user in _world.users:

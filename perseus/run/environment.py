@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from perseus.run.bootstrap.holder import HOLDER_VARIABLE
 from perseus.run.bootstrap.membership import CONTROL_VARIABLE
 from perseus.run.bootstrap.torch_round import IDENTITY as _OF_TORCH
 from perseus.run.hosts import Slot
@@ -28,6 +29,7 @@ _OF_AN_OUTER_JOB = {
     "_HOROVOD_SECRET_KEY",
     "HOROVOD_ELASTIC",
     CONTROL_VARIABLE,
+    HOLDER_VARIABLE,
     # A script that finds torch's variables, which containers set as well, takes them for its own.
     # Where they are removed, they show a torchrun that was started inside of a rank.
     *_OF_TORCH,
