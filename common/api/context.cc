@@ -168,6 +168,7 @@ Context::Context(const ContextOptions& options)
       config_(options.overrides),
       log_(config_.choice<LogLevel>(), config_.flag(Var::kLogHideTime), options.world.rank),
       fork_generation_(fork_generation()) {
+  occupy_standard_descriptors();
   if (world_.size < 1 || world_.rank < 0 || world_.rank >= world_.size)
     fail(ErrorKind::kInvalidArgument, "[context] rank " + std::to_string(world_.rank) + " of " +
                                           std::to_string(world_.size) + ": expected 0 <= rank < size");

@@ -2,8 +2,10 @@
 #include "base/descriptors.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -54,6 +56,12 @@ std::string make_room_for_descriptors(size_t more) {
   if (limit.rlim_cur >= need) return "";
   return "about " + std::to_string(need) + " descriptors are needed, and the hard limit of this process is " +
          std::to_string(limit.rlim_max) + ": " + kRemedy;
+}
+
+void occupy_standard_descriptors() {
+  for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    // The lowest free number is taken. Programs that this process starts inherit it.
+    if (::fcntl(descriptor, F_GETFD) < 0) static_cast<void>(::open("/dev/null", O_RDWR));
 }
 
 }  // namespace perseus

@@ -362,6 +362,7 @@ std::unique_ptr<StoreServer> StoreServer::listen(const std::string& host, int po
   if (secret.empty())
     fail(ErrorKind::kInvalidArgument,
          "[rendezvous] a store server with an empty secret would serve anybody: give it the job's secret");
+  occupy_standard_descriptors();
   std::vector<SocketAddress> addresses;
   if (!host.empty()) {
     std::string why;

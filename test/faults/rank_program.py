@@ -360,6 +360,17 @@ def run_short(what: str, spare: str) -> None:
     barrier()
 
 
+def print_blindly() -> None:
+    """Write where a library prints its warnings, whatever is open there, between allreduces."""
+    standard = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+    for step in range(5):
+        for number in (1, 2):
+            os.write(number, b"W1129 a library warns\n")
+        reduce_and_check(step, "small")
+        reduce_and_check(step, "large", 256 * PERIOD)
+    note("passed", standard=standard)
+
+
 def use_many_sets() -> None:
     """Small allreduces, on all streams, of all process sets of two ranks or more."""
     from perseus.process_sets import add_process_set
@@ -451,6 +462,7 @@ SCENARIOS = {
         load_data,
         fail_alone,
         run_short,
+        print_blindly,
         use_many_sets,
         warn_nobody,
         leave,

@@ -72,6 +72,33 @@ def test_hard_limit_that_is_too_low_is_said_once(tmp_path):
         assert said.count("descriptors are needed, and the hard limit of this process is 60") == 1
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_is_printed_where_nothing_was_open_reaches_no_link(tmp_path, transport):
+    with Ranks(tmp_path, ["print_blindly"], 3, start=False, PERSEUS_TRANSPORT=transport) as ranks:
+        for rank in range(3):
+            ranks.start(rank, ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-'])
+        for rank in range(3):
+            assert ranks.note(rank, "passed")["standard"] == ["/dev/null"] * 3
+            assert ranks.finish(rank) == 0
+
+
+SERVING = """
+import os
+from perseus import _core
+
+os.close(0)
+os.close(2)
+server = _core.StoreServer("127.0.0.1", 0, False, b"0123456789abcdef" * 2)
+print(*[os.readlink(f"/proc/self/fd/{number}") for number in (0, 2)])
+server.close()
+"""
+
+
+def test_what_is_printed_where_nothing_was_open_does_not_reach_the_store():
+    done = subprocess.run([sys.executable, "-c", SERVING], capture_output=True, text=True)
+    assert done.stdout.split() == ["/dev/null"] * 2
+
+
 # As a user to whom the kernel's limit applies: root may pass as many as it likes. What is imported
 # later, this user may not be able to read.
 AS_A_USER = """
