@@ -346,7 +346,12 @@ def _give_back(sums: dict[torch.Tensor, torch.Tensor]) -> None:
     for parameter, part in sums.items():
         if parameter.grad is None and part.any():
             total = part.to(parameter.dtype.to_real(), copy=True)
-            parameter.grad = torch.view_as_complex(total) if parameter.is_complex() else total
+            if parameter.is_complex():
+                total = torch.view_as_complex(total)
+            # DDP's buckets have the order of the parameter in memory, unless it has gaps there.
+            if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+                total = total.as_strided(parameter.shape, parameter.stride())
+            parameter.grad = total
 
 
 def _has_buckets(model: Any) -> bool:

@@ -148,18 +148,25 @@ def check_gradients_are_summed_over_steps() -> None:
 
 
 class _Branches(torch.nn.Module):
-    """Two layers, of which a pass uses one or both, and one that no pass uses."""
+    """Two layers, of which a pass uses one or both, and one that no pass uses.
+
+    Those that belong to the second are in several orders in memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = torch.nn.Linear(WIDTH, 3), torch.nn.Linear(WIDTH, 3)
         self.never = torch.nn.Linear(2, 2)
-        self.both = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        image = torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)
+        parts = torch.randn(3, 4, dtype=torch.complex64).t()
+        self.orders = torch.nn.ParameterList([image, parts, torch.randn(3, 4)[:, ::2]])
 
     def forward(self, given: torch.Tensor, used: str) -> torch.Tensor:
         total = sum(getattr(self, name)(given).square().mean() for name in used.split())
-        return total + self.both.abs().square().sum() if "second" in used else total
+        if "second" in used:
+            total = total + sum(each.abs().square().sum() for each in self.orders)
+        return total
 
 
 def check_a_sum_over_steps_keeps_what_its_last_step_does_not_use() -> None:
