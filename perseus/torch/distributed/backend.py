@@ -31,6 +31,7 @@ from perseus.torch.distributed.direct import shorten_calls
 from perseus.torch.distributed.gradients import take_models
 from perseus.torch.distributed.launched import forget_world
 from perseus.torch.distributed.monitored_barriers import allow_monitored_barriers
+from perseus.torch.distributed.overloads import in_all_forms
 from perseus.torch.distributed.sync_batch_norm import accept_cpu_tensors
 from perseus.torch.distributed.untraced import leave_untraced
 from perseus.torch.distributed.work import Receive, Work, latest
@@ -219,6 +220,7 @@ class _Life(Collectives):
             self.world.close()
 
 
+@in_all_forms
 class _WholeGroup(_Life):
     """What a ProcessGroup in Python must have beside that."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -463,3 +466,53 @@ def check_coalesced_forms() -> None:
                 dist.all_reduce(tensor)
         for tensor, n in zip(tensors, (1, 5, 300), strict=True):
             assert_same(tensor, everyone((n,), torch.float32, n).sum(0).to(torch.float32))
+
+
+def check_forms_without_lists_and_options() -> None:
+    def total(op: str) -> torch.Tensor:
+        return getattr(everyone((4,), torch.float32), op)(0).to(torch.float32)
+
+    with process_group():
+        group, rank, size = dist.group.WORLD, hvd.rank(), hvd.size()
+        own = mine((4,), torch.float32)
+        last = size - 1
+        limit = datetime.timedelta(seconds=60)
+
+        def changed(start: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+            tensor = own.clone()
+            start(tensor).wait()
+            return tensor
+
+        for start, op in (
+            (group.allreduce, "sum"),
+            (lambda t: group.allreduce([t]), "sum"),
+            (lambda t: group.allreduce(t, dist.ReduceOp.MAX), "amax"),
+            (lambda t: group.allreduce([t], op=dist.ReduceOp.MAX, timeout=limit), "amax"),
+            (lambda t: group.allreduce_coalesced([t]), "sum"),
+        ):
+            assert_same(changed(start), total(op))
+        for start, op, root in (
+            (lambda t: group.reduce([t]), "sum", 0),
+            (lambda t: group.reduce(t, last), "sum", last),
+            (lambda t: group.reduce(t, root=last, op=dist.ReduceOp.MAX), "amax", last),
+        ):
+            assert_same(changed(start), total(op) if rank == root else own)
+        assert_same(changed(lambda t: group.broadcast([t])), of(0, (4,), torch.float32))
+        assert_same(changed(lambda t: group.broadcast(t, last)), of(last, (4,), torch.float32))
+
+        def parts() -> list[torch.Tensor]:
+            return [torch.zeros(4) for _ in range(size)]
+
+        expected = [of(each, (4,), torch.float32) for each in range(size)]
+        everywhere, at_last = parts(), parts()
+        group.allgather(everywhere, own).wait()
+        group.gather(at_last if rank == last else [], own, last).wait()
+        for each in range(size):
+            assert_same(everywhere[each], expected[each])
+            assert_same(at_last[each], expected[each] if rank == last else torch.zeros(4))
+        assert_same(
+            changed(lambda t: group.scatter(t, expected if rank == last else [], last)), own
+        )
+        assert_same(changed(lambda t: group.reduce_scatter(t, [own] * size)), total("sum"))
+        group.barrier(timeout=limit).wait()
+        group.barrier().wait()

@@ -173,17 +173,18 @@ def check_powersgd_in_several_buckets() -> None:
 
 def check_uneven_numbers_of_batches() -> None:
     with process_group():
-        model = DistributedDataParallel(network())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with Join([model]):
-            for _ in range(2 + hvd.rank()):
-                optimizer.zero_grad()
-                model(torch.ones(2, WIDTH)).square().mean().backward()
-                optimizer.step()
-        for parameter in details(model):
-            everywhere = [torch.empty_like(parameter) for _ in range(hvd.size())]
-            dist.all_gather(everywhere, parameter)
-            assert_same(everywhere[0], everywhere[-1])
+        for form in ({}, {"find_unused_parameters": True}):
+            model = DistributedDataParallel(network(), **form)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with Join([model]):
+                for _ in range(2 + hvd.rank()):
+                    optimizer.zero_grad()
+                    model(torch.ones(2, WIDTH)).square().mean().backward()
+                    optimizer.step()
+            for parameter in details(model):
+                everywhere = [torch.empty_like(parameter) for _ in range(hvd.size())]
+                dist.all_gather(everywhere, parameter)
+                assert_same(everywhere[0], everywhere[-1])
 
 
 def check_sharded_training() -> None:

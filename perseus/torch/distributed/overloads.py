@@ -1,0 +1,58 @@
+"""The forms of collectives that c10d's bindings take and a ProcessGroup in Python alone lacks.
+
+Without a list around the tensor, without options, or with the options' values themselves. torch
+calls some itself: DDP with unused parameters does in join(). Pure functions, thread-safe.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from perseus.torch.distributed.collectives import Collectives
+
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+# By method: the options, the number of arguments before them, and what may come in their place.
+_FORMS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
+    "allreduce": (c10d.AllreduceOptions, 1, ("op", "timeout")),
+    "allreduce_coalesced": (c10d.AllreduceCoalescedOptions, 1, ()),
+    "reduce": (c10d.ReduceOptions, 1, ("root", "op", "timeout")),
+    "broadcast": (c10d.BroadcastOptions, 1, ("root", "timeout")),
+    "allgather": (c10d.AllgatherOptions, 2, ("timeout",)),
+    "gather": (c10d.GatherOptions, 2, ("root", "timeout")),
+    "scatter": (c10d.ScatterOptions, 2, ("root", "timeout")),
+    "reduce_scatter": (c10d.ReduceScatterOptions, 2, ("op", "timeout")),
+    "barrier": (c10d.BarrierOptions, 0, ("timeout",)),
+}
+
+
+def in_all_forms(group: type[Collectives]) -> type[Collectives]:
+    """Give a class these forms of the methods that it has; return it."""
+    for name, form in _FORMS.items():
+        setattr(group, name, _in_all_forms(getattr(group, name), *form))
+    return group
+
+
+def _in_all_forms(
+    method: Callable[..., Any], options: Any, count: int, names: tuple[str, ...]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def in_all_forms(group: Collectives, *given: Any, **named: Any) -> Any:
+        if len(given) == count + 1 and type(given[count]) is options and not named:
+            return method(group, *given)
+        tensors, values = given[:count], given[count:]
+        if sum(isinstance(each, torch.Tensor) for each in tensors) == 1:
+            tensors = tuple([each] for each in tensors)
+        if values and isinstance(values[0], options):
+            return method(group, *tensors, values[0])
+        opts = named.pop("opts", None) or options()
+        for name, value in (*zip(names, values, strict=False), *named.items()):
+            if value is not None:
+                setattr(opts, _FIELDS[name], value)
+        return method(group, *tensors, opts)
+
+    return in_all_forms
