@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from perseus.errors import InvalidArgumentError
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -45,11 +47,28 @@ def check() -> None:
     _core.config_check()
 
 
+def yes_or_no(name: str, default: bool) -> bool:
+    """Return a yes/no variable that Python alone reads, in the words that the core takes.
+
+    default: what it is if unset or empty. Raises InvalidArgumentError (a ValueError) for any other
+    word.
+    """
+    text = os.environ.get(name, "")
+    word = text.lower()
+    if word in ("1", "true", "on", "yes"):
+        return True
+    if word in ("0", "false", "off", "no"):
+        return False
+    if text:
+        raise InvalidArgumentError(f"[config] {name}='{text}': expected 0 or 1")
+    return default
+
+
 def dynamic_process_sets() -> bool:
     """Whether HOROVOD_DYNAMIC_PROCESS_SETS=1 lets process sets come and go after init()."""
-    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
+    return yes_or_no("HOROVOD_DYNAMIC_PROCESS_SETS", False)
 
 
 def elastic() -> bool:
     """Whether the elastic launcher started this process (HOROVOD_ELASTIC=1): the world may grow."""
-    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+    return yes_or_no("HOROVOD_ELASTIC", False)

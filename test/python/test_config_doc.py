@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from perseus import config
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,3 +52,30 @@ def test_a_change_of_the_table_changes_the_document(maker: ModuleType) -> None:
     table = maker.variables()
     changed = [table[0]._replace(default="3"), *table[1:]]
     assert maker.document(changed) != maker.document(table)
+
+
+WORDS = {"1": True, "True": True, "on": True, "YES": True, "": None, None: None}
+WORDS |= {"0": False, "false": False, "Off": False, "no": False}
+
+
+@pytest.mark.parametrize(("word", "says"), WORDS.items(), ids=str)
+def test_yes_or_no_variables_of_python_take_the_words_of_config_md(
+    word: str | None, says: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert word is None or word.lower() in re.split(r"\W+", written.split("Yes/no variables")[1])
+    for name in ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_ELASTIC"):
+        monkeypatch.delenv(name, raising=False)
+        if word is not None:
+            monkeypatch.setenv(name, word)
+    assert config.dynamic_process_sets() == config.elastic() == bool(says)
+    for default in (False, True):
+        found = config.yes_or_no("HOROVOD_ELASTIC", default)
+        assert found == (default if says is None else says)
+
+
+def test_another_word_of_a_yes_or_no_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "dynamic")
+    expected = r"^\[config\] HOROVOD_DYNAMIC_PROCESS_SETS='dynamic': expected 0 or 1$"
+    with pytest.raises(ValueError, match=expected):
+        config.dynamic_process_sets()

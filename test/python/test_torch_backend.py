@@ -26,7 +26,7 @@ import perseus.torch.distributed
 from perseus import basics
 from perseus.errors import InitializationError
 from perseus.torch import session
-from perseus.torch.distributed import backend, world
+from perseus.torch.distributed import backend, launched, world
 from perseus.torch.distributed.completer import Completer
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -39,6 +39,24 @@ def test_torch_finds_the_backend_by_its_entry_point():
     (found,) = [e for e in entry_points(group="torch.distributed.backends") if e.name == "perseus"]
     found.load()()
     assert dist.is_backend_available("perseus")
+
+
+@pytest.mark.parametrize(
+    ("word", "counts"), [("1", True), ("yes", True), ("", True), ("false", False), ("OFF", False)]
+)
+def test_torchs_variables_count_unless_the_word_is_one_for_no(word, counts, monkeypatch):
+    asked = []
+
+    def launched_context(*_):
+        asked.append(word)
+        raise InterruptedError
+
+    monkeypatch.setattr(basics, "launched_context", launched_context)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("PERSEUS_USE_DDP_LAUNCHER", word)
+    with contextlib.suppress(InterruptedError):
+        launched.fill_environment()
+    assert asked == ([] if counts else [word])
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from perseus import _core, basics, control, ddp
+from perseus import _core, basics, config, control, ddp
 from perseus.errors import HorovodInternalError, InitializationError
 from perseus.run.bootstrap.addresses import host_identity, own_address
 from perseus.run.bootstrap.rendezvous import wait_until_listening
@@ -53,8 +53,8 @@ def fill_environment() -> None:
     if is_in_elastic_job():
         _fill_for_world()
         return
-    others_count = os.environ.get("PERSEUS_USE_DDP_LAUNCHER", "1") == "0"
-    if _held or ("RANK" in os.environ and not others_count):
+    counts = config.yes_or_no("PERSEUS_USE_DDP_LAUNCHER", True)
+    if _held or ("RANK" in os.environ and counts):
         return
     environment = {k: v for k, v in os.environ.items() if k not in _OF_TORCH}
     context = basics.launched_context("torch.distributed", environment)
