@@ -15,6 +15,7 @@ from typing import Any
 
 from perseus import basics
 from perseus.arguments import OPS, checked_compression, checked_op
+from perseus.compression import ROTATE, compressor
 from perseus.process_sets import checked
 
 
@@ -58,6 +59,11 @@ def checked_reduction(
     number = checked_op(op, where)
     checked_predivide_factor(predivide_factor, number, where)
     checked_compression(compression, where)
+    if compressor(compression).codec == ROTATE and OPS[number] in ("Min", "Max", "Product"):
+        raise ValueError(
+            f"[{where}] Compression.rotate averages parameters, which is not what op={OPS[number]} "
+            "does to gradients: use op=Average or op=Sum, or leave compression= out"
+        )
     checked(process_set)
     return number
 

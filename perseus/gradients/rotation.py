@@ -11,21 +11,24 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from perseus import basics, control
-from perseus.compression import ROTATE, SETTINGS, Compressor
+from perseus.arguments import OPS
+from perseus.compression import ROTATE, SETTINGS
 from perseus.gradients.parameter_check import SETTING as PARAMETER_CHECK
+from perseus.gradients.plan import Plan
 from perseus.gradients.turns import SETTING, Turns
 from perseus.process_sets import ProcessSet
 
 
-def parts_of(compression: type[Compressor]) -> int:
+def parts_of(plan: Plan) -> int:
     """Return N if an optimizer is to average an N-th of its parameters in each step, else 1.
 
+    The setting alone leaves operations exact that neither sum nor average, as that for codecs does.
     Raises ValueError if settings forbid that parameters differ between ranks.
     """
-    parts = 1
+    parts, compression = 1, plan.compression
     if compression.codec == ROTATE:
         parts = int(compression.argument) or basics.setting(SETTING)
-    elif compression.codec == SETTINGS:
+    elif compression.codec == SETTINGS and OPS[plan.op] in ("Average", "Sum"):
         parts = basics.setting(SETTING)
     if parts > 1 and basics.setting(PARAMETER_CHECK) > 0:
         raise ValueError(

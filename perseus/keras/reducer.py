@@ -59,7 +59,7 @@ class GradientReducer(LateReducer):
 
     def rotates(self) -> bool:
         """Return whether parameters are averaged in turn, for which take_turn() is called."""
-        return self.active() and parts_of(self.plan.compression) > 1
+        return self.active() and parts_of(self.plan) > 1
 
     def before_backward(self, optimizer: Any, rate_of: Callable[[], Any]) -> None:
         """Announce that backward is next, followed by reduce().

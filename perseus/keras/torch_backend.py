@@ -36,7 +36,7 @@ class _Reducer(HandleReducer):
     """See BackendReducer. Sparse gradients are made dense; dense ones are reduced in place."""
 
     def __init__(self, scope: Scope, plan: Plan) -> None:
-        self._parts = parts_of(plan.compression)
+        self._parts = parts_of(plan)
         if self._parts > 1:
             plan = replace(plan, compression=InsideCompressor)
         super().__init__(plan, session)

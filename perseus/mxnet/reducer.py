@@ -188,7 +188,7 @@ class GradientReducer(Reducer):
 
     def _compression(self) -> type[Compressor]:
         compression = self.plan.compression
-        return InsideCompressor if parts_of(compression) > 1 else compression
+        return InsideCompressor if parts_of(self.plan) > 1 else compression
 
     def _key_of(self, name: str) -> str:
         return name.removeprefix(self._scope())

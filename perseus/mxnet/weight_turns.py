@@ -39,11 +39,11 @@ class WeightTurns:
         self._keys_of = keys_of
         self._rotation: WeightRotation | None = None
         if basics.is_initialized():
-            parts_of(plan.compression)  # settings that exclude each other are an error here
+            parts_of(plan)  # settings that exclude each other are an error here
 
     def rotation(self) -> WeightRotation | None:
         """Return the rotation of this world; None if gradients are averaged instead."""
-        parts = parts_of(self._plan.compression)
+        parts = parts_of(self._plan)
         if parts == 1 or alone():
             self._rotation = None
         elif self._rotation is None or self._rotation.parts != parts:

@@ -134,7 +134,7 @@ class GradientReducer(Reducer):
         return gradients if rotation is None else rotated(rotation, gradients, applies)
 
     def _rotation_of(self, name: str, sources: Sequence[Any]) -> VariableRotation | None:
-        parts = parts_of(self.plan.compression)
+        parts = parts_of(self.plan)
         if parts == 1:
             return None
         variables = [tf_variable(source) for source in sources]
@@ -163,7 +163,7 @@ class GradientReducer(Reducer):
 
         bundles: tuples of indices of the dense gradients that one operation reduces.
         """
-        if parts_of(self.plan.compression) > 1:
+        if parts_of(self.plan) > 1:
             check_possible()
         # A tensor, so that another rate does not trace another graph.
         rate = None if learning_rate is None else tf.cast(learning_rate, tf.float64)
@@ -194,7 +194,7 @@ class GradientReducer(Reducer):
             members.process_set_id,
             members.size(),
             basics.may_withhold_gradients(),
-            parts_of(self.plan.compression) > 1,
+            parts_of(self.plan) > 1,
         )
         if key not in self._traced:
             self._traced[key] = tf.function(
@@ -249,7 +249,7 @@ class GradientReducer(Reducer):
         rate: Any,
     ) -> None:
         plan = self.plan
-        rotates = parts_of(plan.compression) > 1
+        rotates = parts_of(plan) > 1
         compression = InsideCompressor if rotates else plan.compression
         outer = applied_here(compression)
         name, fixed_name = names[bundle[0]], None

@@ -412,7 +412,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     active = _takes_part(process_set)
     trainable = [p for p in parameters if p.requires_grad]
     rotation = None
-    if included and not alone() and trainable and (parts := parts_of(plan.compression)) > 1:
+    if included and not alone() and trainable and (parts := parts_of(plan)) > 1:
         plan = replace(plan, compression=InsideCompressor)
         rotation = TorchRotation(trainable, names[trainable[0]], process_set, parts)
     wrapped = type(optimizer)

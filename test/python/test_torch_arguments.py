@@ -55,6 +55,10 @@ def test_what_is_no_optimizer_is_named_with_an_example(given, got):
         ({"compression": None}, r"leave it out, or write compression=hvd\.Compression\.none"),
         ({"compression": hvd.Compression.topk}, r"call it: compression=.*topk\(0\.01\)$"),
         ({"compression": hvd.Compression.rotate}, r"call it: compression=.*rotate\(4\)$"),
+        (
+            {"compression": hvd.Compression.rotate(4), "op": hvd.Max},
+            r"^\[torch\] Compression\.rotate averages parameters, which is not what op=Max does to",
+        ),
         ({"backward_passes_per_step": "2"}, r"backward_passes_per_step='2': expected a whole"),
         ({"backward_passes_per_step": 1.5}, r"backward_passes_per_step=1\.5: expected a whole"),
         ({"gradient_predivide_factor": 0}, r"gradient_predivide_factor=0: expected a number oth"),

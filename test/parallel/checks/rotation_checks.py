@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from patterns import apart, assert_job_usable, raised
+from patterns import apart, assert_job_usable, assert_same, raised
 from sloping_training import Training
 from torch import nn
 from turns import RATE, SHAPES, Simulation, slope
@@ -53,6 +53,19 @@ def check_the_setting_does_the_same() -> None:
                 training.step()
                 simulation.step()
             simulation.expect(training.values(), 1e-5)
+
+
+def check_the_setting_leaves_minima_and_maxima_exact() -> None:
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
+        for op, combined in ((hvd.Min, torch.amin), (hvd.Max, torch.amax)):
+            training = Training(hvd.DistributedOptimizer, op=op)
+            for step in range(2):
+                training.step()
+                for name, parameter in training.parameters.items():
+                    slopes = [slope(name, rank, step) for rank in range(hvd.size())]
+                    expected = combined(torch.stack(slopes), 0).to(parameter.dtype)
+                    assert_same(parameter.grad, expected)
+            assert training.equal_everywhere()
 
 
 def check_every_dtype_is_averaged() -> None:

@@ -117,6 +117,13 @@ def check_what_rotation_cannot_do() -> None:
         tape = hvd.DistributedGradientTape(tape)
         assert "tf.Variables" in raised(ValueError, lambda: tape.gradient(loss, [x]))
         variable = tf.Variable([1.0])
+        with tf.GradientTape() as tape:
+            loss = variable * (hvd.rank() + 1.0)
+        (highest,) = hvd.DistributedGradientTape(tape, op=hvd.Max).gradient(loss, [variable])
+        assert highest.numpy() == [hvd.size()]
+        rotating = {"compression": hvd.Compression.rotate(2), "op": hvd.Max}
+        message = raised(ValueError, lambda: hvd.DistributedGradientTape(tape, **rotating))
+        assert "[tensorflow] Compression.rotate averages parameters" in message
 
         def compiled():
             with tf.GradientTape() as tape:
