@@ -76,10 +76,8 @@ class ParameterCheck:
         )
         if gathered is None:
             return
-        difference = _difference(
-            [json.loads(part) for part in gathered], basics.group_ranks(group) or []
-        )
-        raise MismatchError(f"[{SETTING}] after {self._begun - 1} steps {difference}. {_REMEDY}")
+        found = difference([json.loads(part) for part in gathered], basics.group_ranks(group) or [])
+        raise MismatchError(f"[{SETTING}] after {self._begun - 1} steps {found}. {_REMEDY}")
 
     def _has_peers(self) -> bool:
         return bool(self._process_set.included()) and (self._process_set.size() or 1) > 1
@@ -95,7 +93,7 @@ class ParameterCheck:
         self._begun = 0
 
 
-def _difference(gathered: list[list[tuple[str, int]]], ranks: list[int]) -> str:
+def difference(gathered: list[list[tuple[str, int]]], ranks: list[int]) -> str:
     """Describe the difference between lists of (name, hash), one for each rank in `ranks`."""
     counts = [len(parameters) for parameters in gathered]
     if len(set(counts)) > 1:

@@ -30,12 +30,21 @@ def parts_of(plan: Plan) -> int:
         parts = int(compression.argument) or basics.setting(SETTING)
     elif compression.codec == SETTINGS and OPS[plan.op] in ("Average", "Sum"):
         parts = basics.setting(SETTING)
-    if parts > 1 and basics.setting(PARAMETER_CHECK) > 0:
+    if parts > 1:
+        refuse_check(parts, basics.setting(PARAMETER_CHECK))
+    return parts
+
+
+def refuse_check(parts: int, every: int) -> None:
+    """Raise ValueError if parameters, which differ between ranks, are to be compared.
+
+    every: PERSEUS_PARAMETER_CHECK_N_STEPS.
+    """
+    if every > 0:
         raise ValueError(
             f"[rotate] parameters differ between ranks while each step averages 1/{parts} of them, "
             f"so {PARAMETER_CHECK} cannot compare them: unset it, or {SETTING}."
         )
-    return parts
 
 
 class Rotation(Turns):

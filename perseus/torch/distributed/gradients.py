@@ -1,7 +1,8 @@
 """Reduces the gradients of DistributedDataParallel as those of a DistributedOptimizer are reduced.
 
-Codecs, accumulation over steps, the NaN check and the timeline act on them, under the names of the
-parameters. DDP hands over buckets; the core reduces the parameters' parts where they lie.
+Codecs, accumulation over steps, the checks of NaNs and parameters, and the timeline act on them,
+under the names of the parameters. DDP hands over buckets; the core reduces the parameters' parts
+where they lie.
 Belongs to the thread that trains; hooks run in autograd's threads, one at a time for a model.
 """
 
@@ -22,11 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perseus.compression import INSIDE, SETTINGS
 from perseus.errors import HorovodInternalError
+from perseus.gradients.parameter_check import SETTING as PARAMETER_CHECK
+from perseus.gradients.rotation import refuse_check
 from perseus.gradients.turns import SETTING
 from perseus.memory import keep_freed_memory
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import Future
 from perseus.torch.distributed.optimizer_steps import OptimizerSteps
+from perseus.torch.distributed.parameter_check import ModelCheck
 from perseus.torch.distributed.residuals import ModelResiduals
 from perseus.torch.distributed.streams import aside, gpu_of
 from perseus.torch.distributed.turns import ModelTurns
@@ -75,6 +79,7 @@ class Gradients:
     gets its number, and what depends on that, when all ranks reduce its gradients.
     """
 
+    _check: ModelCheck
     _residuals: ModelResiduals
     _steps: OptimizerSteps
 
@@ -111,6 +116,7 @@ class Gradients:
         names = {key: self._names[p] for p, key in self._keys.items()}
         self._residuals = ModelResiduals(world, self._number, names)
         self._turns = self._begin_turns()
+        self._check = ModelCheck(self._names, self._number, world)
         self._steps = OptimizerSteps(self._keys, self._after_steps)
         of_module = wrapper_residuals(self._model.module)
         of_module.begin(self._residuals, world)
@@ -138,6 +144,7 @@ class Gradients:
         parts = world.context.setting(SETTING)
         if parts == 1 or world.size == 1 or not self._keys:
             return None
+        refuse_check(parts, world.context.setting(PARAMETER_CHECK))
         return ModelTurns(list(self._keys), self._number, world, parts)
 
     @property
@@ -184,6 +191,8 @@ class Gradients:
                 # DDP's own callback, which writes the gradients, is queued after this one.
                 _engine.queue_callback(lambda: _engine.queue_callback(self._end_pass))
             wait = self._start(bucket, buffer)
+            if bucket.index() == 0 and (compare := self._check.begin(has_joined=not in_pass)):
+                wait = partial(_both, wait, compare)
         except Exception as error:
             wait = partial(_raise, error)
 
@@ -375,6 +384,13 @@ def _in_pass() -> bool:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _both(wait: Callable[[], Any], compare: Callable[[], None]) -> None:
+    try:
+        wait()
+    finally:
+        compare()
 
 
 def _take(turn: Callable[[], None]) -> None:

@@ -376,6 +376,39 @@ def check_a_nan_is_an_error_and_training_goes_on() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+def _change_on_last(model: DistributedDataParallel) -> None:
+    if hvd.rank() == hvd.size() - 1:
+        model.module[2].weight.data[1, 2] += 1e-4
+
+
+def check_a_parameter_that_differs_is_named_on_all_ranks() -> None:
+    given, last = batches(hvd.rank()), hvd.size() - 1
+    with world_with(PERSEUS_PARAMETER_CHECK_N_STEPS=2), process_group():
+        model = _model()
+        _step(model, given[0])
+        _change_on_last(model)
+        _step(model, given[1])
+        message = raised(dist.DistBackendError, lambda: _backward(model, given[2]))
+        assert "after 2 steps the parameter 2.weight is not the same" in message, message
+        assert f" on rank {last}); of 12 parameters 1 differs" in message, message
+        _step(model, given[3])  # the group goes on
+    with apart(PERSEUS_PARAMETER_CHECK_N_STEPS=2, PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        assert "averages 1/2 of them, so PERSEUS_PARAMETER" in raised(ValueError, _model)
+
+
+def check_parameters_are_compared_unless_a_rank_has_joined() -> None:
+    given = batches(hvd.rank())
+    with world_with(PERSEUS_PARAMETER_CHECK_N_STEPS=1), process_group():
+        model = _model()
+        with Join([model]):
+            for batch in given[: 2 if hvd.rank() == 0 else 4]:
+                _step(model, batch)
+        _step(model, given[0])
+        _change_on_last(model)
+        message = raised(dist.DistBackendError, lambda: _backward(model, given[1]))
+        assert "after 5 steps the parameter 2.weight is not the same" in message, message
+
+
 def _pass_after_join(own: list[torch.Tensor], then: torch.Tensor) -> list[torch.Tensor | None]:
     """The gradients of a pass of all ranks once each has taken its own number of batches."""
     model = _model()
