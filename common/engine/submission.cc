@@ -61,6 +61,22 @@ void check_tensors(const Engine::Submission& s) {
   }
 }
 
+// The results of an allreduce are written while others are still read.
+void check_outputs_are_apart(const Engine::Submission& s) {
+  if (s.tensor_count < 2) return;
+  std::vector<std::pair<uintptr_t, uintptr_t>> ranges;  // beginnings and ends
+  ranges.reserve(static_cast<size_t>(s.tensor_count));
+  for (int i = 0; i < s.tensor_count; ++i) {
+    const auto begin = reinterpret_cast<uintptr_t>(s.tensors[i].out);
+    const size_t bytes = s.tensors[i].count() * dtype_size(s.tensors[i].dtype);
+    if (bytes > 0) ranges.emplace_back(begin, begin + bytes);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size(); ++i)
+    if (ranges[i].first < ranges[i - 1].second)
+      refuse("Results of an allreduce would overlap in memory: pass every tensor once (" + std::string(s.name) + ").");
+}
+
 void check_splits(const Engine::Submission& s, int ranks) {
   if (s.tensor_count != 1) refuse("Alltoall takes one tensor.");
   const Engine::Submission::Tensor& t = s.tensors[0];
@@ -98,6 +114,7 @@ void check_part(const Engine::Submission& s, const ProcessSet& group) {
 void check_operation(const Engine::Submission& s, const ProcessSet& group) {
   const std::vector<int>& ranks = group.ranks();
   check_tensors(s);
+  if (s.kind == Kind::kAllreduce) check_outputs_are_apart(s);
   if (s.kind == Kind::kReduceScatter) check_part(s, group);
   if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
     refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");

@@ -1,7 +1,11 @@
 // The functions that Python calls through ctypes. None of them needs the GIL. Functions that can fail return 0, or -1
 // with the text in perseus_mxnet_error().
+#include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "gathered.h"
 
@@ -15,18 +19,49 @@ thread_local std::string last_error;
 // reducing it.
 constexpr size_t kBytesTogether = size_t{1} << 20;
 
-void push_all(const perseus_mxnet_op* ops, int count) {
-  std::vector<std::unique_ptr<Call>> calls;
-  size_t bytes = 0;
-  for (int i = 0; i < count; ++i) {
-    calls.push_back(std::make_unique<Call>(ops[i]));
-    bytes += calls.back()->bytes();
-    const bool is_last = i + 1 == count;
-    if (bytes < kBytesTogether && !is_last) continue;
-    EngineOp::push(std::make_shared<EngineOp>(std::move(calls)), is_last && count > 1);
-    calls.clear();
-    bytes = 0;
+// Calls for one op. They start together, while the engine orders ops that use the same memory.
+class Together {
+ public:
+  bool empty() const { return calls_.empty(); }
+  bool is_full() const { return bytes_ >= kBytesTogether; }
+  // Does the call write what another one uses, or use what another one writes?
+  bool must_precede(const Call& call) const {
+    bool found = false;
+    call.each_written([&](NDArray array) { found = found || is_in(written_, array) || is_in(read_, array); });
+    call.each_read([&](NDArray array, bool) { found = found || is_in(written_, array); });
+    return found;
   }
+
+  void add(std::unique_ptr<Call> call) {
+    call->each_written([&](NDArray array) { written_.push_back(chunk_of(array)); });
+    call->each_read([&](NDArray array, bool) { read_.push_back(chunk_of(array)); });
+    bytes_ += call->bytes();
+    calls_.push_back(std::move(call));
+  }
+
+  void push(bool at_last) {
+    EngineOp::push(std::make_shared<EngineOp>(std::move(calls_)), at_last);
+    *this = Together();
+  }
+
+ private:
+  static bool is_in(const std::vector<void*>& chunks, NDArray array) {
+    return std::find(chunks.begin(), chunks.end(), chunk_of(array)) != chunks.end();
+  }
+
+  std::vector<std::unique_ptr<Call>> calls_;
+  std::vector<void*> written_, read_;
+  size_t bytes_ = 0;
+};
+
+void push_all(const perseus_mxnet_op* ops, int count) {
+  Together together;
+  for (int i = 0; i < count; ++i) {
+    auto call = std::make_unique<Call>(ops[i]);
+    if (together.is_full() || together.must_precede(*call)) together.push(false);
+    together.add(std::move(call));
+  }
+  if (!together.empty()) together.push(count > 1);
 }
 
 template <typename Function>

@@ -200,7 +200,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Sequence[Any]:
-    """allreduce_ of several arrays as one operation; returns them."""
+    """allreduce_ of several arrays, each given once, as one operation; returns them."""
     op = handle_average_backwards_compatibility(op, average)
     factors = prescale_factor, postscale_factor
     if tensors:

@@ -217,7 +217,7 @@ def grouped_allreduce_async_(
     """Start reducing several tensors in place as one operation; returns one handle.
 
     They are executed together once all of them are ready on all ranks, under the names
-    `<name>_<i>of<n>`. dtypes may differ.
+    `<name>_<i>of<n>`. dtypes may differ. ValueError if their memory overlaps.
     """
     members = group_members(tensors)
     if op is None or average is not None:

@@ -16,7 +16,7 @@ struct Bare {
   int root = 0;
   std::vector<int64_t> splits;
   std::vector<int> ranks;
-  bool null = false;
+  bool null = false, overlapping = false;
   const char* refusal = nullptr;
 
   Outcome run(perseus_context* context, const char* name) const {
@@ -24,9 +24,10 @@ struct Bare {
     if (null)
       for (auto& buffer : memory) std::vector<double>().swap(buffer);
     std::vector<perseus_tensor> tensors;
-    for (size_t i = 0; i < dtypes.size(); ++i)
-      tensors.push_back(
-          {memory[2 * i].data(), memory[2 * i + 1].data(), shape.data(), static_cast<int>(shape.size()), dtypes[i]});
+    for (size_t i = 0; i < dtypes.size(); ++i) {
+      double* const output = overlapping ? &memory[1][10 * (dtypes.size() - i)] : memory[2 * i + 1].data();
+      tensors.push_back({memory[2 * i].data(), output, shape.data(), static_cast<int>(shape.size()), dtypes[i]});
+    }
     perseus_request r = request_of(kind, name, tensors.data(), static_cast<int>(tensors.size()));
     r.op = op;
     r.prescale = prescale;
@@ -185,6 +186,8 @@ TEST_P(Negotiated, ErrorsThatOneRankSeesAloneStartNothing) {
       {bare(PERSEUS_ALLREDUCE, {kHuge, 8}), "too large"},
       {bare(PERSEUS_ALLGATHER, {0, kHuge, kHuge}), "too large"},
       {with(sum, [](Bare& b) { b.null = true; }), "null"},
+      {with(sum, [](Bare& b) { b.dtypes.assign(3, PERSEUS_FLOAT32), b.overlapping = true; }),
+       "Results of an allreduce would overlap in memory"},
       {with(sum, [](Bare& b) { b.dtypes = {static_cast<perseus_dtype>(10)}; }), "unknown dtype 10"},
       {with(sum, [](Bare& b) { b.dtypes.clear(); }), "needs at least one tensor"},
       {bare(PERSEUS_BARRIER, {1}), "Barrier takes no tensors"},

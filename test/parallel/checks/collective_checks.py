@@ -220,6 +220,19 @@ def check_grouped_allreduce_in_all_forms() -> None:
     raised(ValueError, lambda: hvd.grouped_allreduce([]))
 
 
+def check_a_group_has_each_tensor_once() -> None:
+    """Its results would be sums of sums, and not the same ones on all ranks."""
+    whole = values((8,), torch.float32, hvd.rank())
+    for twice in ([whole, whole], [whole[3:], whole[:4]]):
+        text = raised(ValueError, lambda tensors=twice: hvd.grouped_allreduce_(tensors))
+        assert "would overlap in memory: pass every tensor once" in text
+    assert_same(whole, values((8,), torch.float32, hvd.rank()))
+    for result in hvd.grouped_allreduce([whole, whole], op=hvd.Sum):
+        assert_same(result, _reduced(everyone((8,), torch.float32), hvd.Sum, torch.float32))
+    hvd.grouped_allreduce_([whole[4:], whole[:4]], op=hvd.Sum)
+    assert_same(whole, _reduced(everyone((8,), torch.float32), hvd.Sum, torch.float32))
+
+
 def check_many_small_tensors_at_once() -> None:
     tensors = [values((1000,), torch.float32, hvd.rank(), salt=i) for i in range(500)]
     handles = [hvd.allreduce_async_(t, name=f"many.{i}", op=hvd.Sum) for i, t in enumerate(tensors)]

@@ -6,11 +6,12 @@ import warnings
 
 import mxnet as mx
 import numpy as np
-from mx_values import ALL, SHAPES, as_array, assert_equal, everyone, mine, numbers
+from mx_values import ALL, SHAPES, as_array, assert_equal, everyone, mine, numbers, raised
 from worlds import world_with
 
 import perseus.mxnet as hvd
 from perseus.mxnet import ops
+from perseus.mxnet.library import Batch
 
 
 def check_allreduce_of_every_dtype_and_shape() -> None:
@@ -87,6 +88,35 @@ def check_parts_of_one_array_in_a_group() -> None:
     copies = hvd.grouped_allreduce([whole[0:2], whole[0:2]], op=hvd.Average)
     assert_equal(copies[0], expected[0:2])
     assert_equal(copies[1], expected[0:2])
+
+
+def check_ops_that_are_pushed_together_see_earlier_results() -> None:
+    """Those that share no memory start together."""
+    total = everyone((1031,)).sum(axis=0)
+    size = hvd.size()
+    for outputs, expected in (
+        ("aa", [total * size, 0, 0]),
+        ("ab", [total, total * size, 0]),
+        ("ba", [total, total, 0]),
+        ("bac", [total, total, total * size]),
+        ("bcaa", [total * size, total, total]),
+    ):
+        arrays = {name: mine((1031,)) for name in "abc"}
+        made = [
+            ops.reduction([arrays["a"]], [arrays[output]], f"{place}", op=hvd.Sum)
+            for place, output in enumerate(outputs)
+        ]
+        Batch(made).push()
+        for name, right in zip("abc", expected, strict=True):
+            if name in outputs:
+                assert_equal(arrays[name], right)
+
+
+def check_a_group_has_each_array_once() -> None:
+    array = mine((5,))
+    result = hvd.grouped_allreduce_([array, array])[0]
+    message = raised(mx.base.MXNetError, result.wait_to_read)
+    assert "would overlap in memory: pass every tensor once" in message
 
 
 def check_what_is_moved_may_be_of_every_dtype() -> None:

@@ -133,6 +133,17 @@ def check_dtypes_in_a_group() -> None:
         assert parameter.data().asnumpy().tolist() == expected.tolist()
 
 
+def check_a_parameter_that_is_given_twice() -> None:
+    shared = gluon.Parameter("shared", shape=(1000,))
+    shared.initialize(mx.init.Zero())
+    trainer = hvd.DistributedTrainer([shared, shared], "sgd")
+    with autograd.record():
+        loss = (shared.data() * (hvd.rank() + 1)).sum()
+    loss.backward()
+    trainer.allreduce_grads()
+    assert set(shared.grad().asnumpy().tolist()) == {(hvd.size() + 1) / 2}
+
+
 def check_ranks_that_use_different_layers_stay_equal() -> None:
     """Of the two first, each rank uses one; the last is used by none."""
     layers = [gluon.Parameter(f"layer{i}", shape=(3,)) for i in range(3)]
