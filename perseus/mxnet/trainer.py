@@ -247,6 +247,9 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
                 self._agree_on_fresh({i for i, norm in stale.items() if norm.asscalar() != 0})
             self._summed.clear()
             super()._update(ignore_stale_grad)
+            # After an overflow, which skips the update, gluon has left the marks on the gradients.
+            for _, parameter in self._trained() if ignore_stale_grad else ():
+                parameter.data()._fresh_grad = False
             return
         for index, parameter in self._trained():
             if parameter.data()._fresh_grad:

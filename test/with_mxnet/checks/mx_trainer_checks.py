@@ -24,6 +24,7 @@ from mx_training import (
     values_of,
 )
 from mxnet import autograd, gluon
+from mxnet.contrib.amp.loss_scaler import LossScaler
 from worlds import world_with
 
 import perseus
@@ -166,6 +167,28 @@ def check_ranks_that_use_different_layers_stay_equal() -> None:
         np.testing.assert_allclose(values[index], [1 - mean - 0.5] * 3, rtol=1e-6)
     assert values[2].tolist() == [1.0] * 3
     assert_equal_on_all_ranks(values)
+
+
+def check_an_overflow_does_not_last_on_ranks_that_use_different_layers() -> None:
+    """The infinite average is in the gradients of all ranks, whose backward() may not reach it."""
+    layers = [gluon.Parameter(f"layer{i}", shape=(3,)) for i in range(2)]
+    for parameter in layers:
+        parameter.initialize(mx.init.Zero())
+    trainer = hvd.DistributedTrainer(layers, "sgd", {"learning_rate": 1.0})
+    trainer._amp_loss_scaler = scaler = LossScaler()  # as amp.init_trainer does
+    used = min(hvd.rank(), 1)
+    scale = scaler._next_loss_scale
+    for step in range(3):
+        factor = np.inf if step == 0 and hvd.rank() == 0 else hvd.rank() + 1.0
+        with autograd.record():
+            loss = (layers[used].data() * factor).sum()
+        loss.backward()
+        trainer.step(1, ignore_stale_grad=True)
+        others = sum(range(2, hvd.size() + 1))
+        for parameter, total in zip(layers, (1, others), strict=True):
+            expected = np.full(3, -step * total / hvd.size())
+            np.testing.assert_allclose(parameter.data().asnumpy(), expected, rtol=1e-6)
+        assert scaler._next_loss_scale == scale / 2
 
 
 def check_old_gradients_are_not_averaged_into_new_ones() -> None:
