@@ -159,7 +159,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 check_shape(each, array, held.array, "pull")
                 updated = self._updater is not None and not held.param_only
                 if array.stype == "default" or not (ignore_sparse and updated):
-                    self._step.give(each, partial(sparse.copy, held.array, array))
+                    self._step.give(each, partial(sparse.copy, held.array, array.as_nd_ndarray()))
                     held.is_pulled_to(array)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -300,7 +300,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         if old is not None:
             self._end(key, old)
         with mx.autograd.pause():
-            held = sparse.as_stored(value, "default").copyto(mx.cpu())
+            held = sparse.as_stored(value.as_nd_ndarray(), "default").copyto(mx.cpu())
             ops.broadcast([held], [held], 0, f"{self._scope.prefix()}.init.{key}")
             if value.stype == "row_sparse":
                 held = sparse.from_rows(held, np.arange(len(held)), value)

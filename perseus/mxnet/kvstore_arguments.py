@@ -22,7 +22,7 @@ class PerseusOp(IntEnum):
 
 
 def pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
-    """Each key with its arrays, as mx.nd.NDArrays; the arrays of a repeated key are joined.
+    """Each key with its arrays, the caller's own objects; those of a repeated key are joined.
 
     key: int, str or a list of them. value: an array or a list of arrays; with a list of keys a list
     of these. TypeError for anything else, ValueError for lists of different lengths.
@@ -134,4 +134,4 @@ def _arrays(key: Any, value: Any) -> list[Any]:
         raise TypeError(
             f"[kvstore] key {key!r}: expected an NDArray or a list of them, not {value!r}"
         )
-    return [array.as_nd_ndarray() for array in given]
+    return list(given)

@@ -126,7 +126,9 @@ def settle(array: Any) -> None:
 
 def _joined(given: list[Any], output: Any, op: PerseusOp) -> Any:
     """Combine the arrays of all devices into one on the output's device."""
-    here = [array.as_in_context(output.context) for array in given]
+    if len(given) == 1 and given[0] is output:
+        return output
+    here = [array.as_nd_ndarray().as_in_context(output.context) for array in given]
     if op == PerseusOp.Sum and len(here) > 1:
         return mx.nd.add_n(*here)
     return reduce(mx.nd.maximum if op == PerseusOp.Max else mx.nd.minimum, here)

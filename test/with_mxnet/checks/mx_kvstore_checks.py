@@ -123,6 +123,34 @@ def check_arrays_of_mxnets_numpy() -> None:
         kv.pushpull("scalar", x)
         assert type(x) is mx.np.ndarray
         assert_equal(x, everyone(()).sum(axis=0))
+        # Their devices, and outputs of others, or of MXNet's older kind.
+        devices = [mine(SHAPE, salt=salt).as_np_ndarray() for salt in range(2)]
+        kv.init("devices", mine(SHAPE))
+        kv.push("devices", devices)
+        total = (everyone(SHAPE) + everyone(SHAPE, 1)).sum(axis=0)
+        for out in (mx.np.zeros(SHAPE, dtype="float32"), mx.nd.zeros(SHAPE)):
+            kv.pull("devices", out)
+            assert_equal(out, total)
+
+
+def check_a_numpy_array_is_known_again() -> None:
+    """By the two guards that compare arrays, and by sums that begin before the last one's end."""
+    kv = _store()
+    kv.set_optimizer(mx.optimizer.SGD(learning_rate=1.0))
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        first, second = (mx.np.full((3,), value, dtype="float32") for value in (0, 7))
+        kv.broadcast(0, first, out=first)
+        kv.broadcast(0, second, out=second)
+        gradient = mx.np.ones((3,), dtype="float32")
+        message = raised(ValueError, lambda: kv.pushpull(0, gradient, out=first))
+        assert "two trainers share this store" in message
+        kv.pushpull(0, gradient, out=second)
+        assert_equal(second, np.full(3, 7 - hvd.size()))
+        assert kv._values[0].up_to_date[0] is second
+        kv = _store()
+        kv.init(0, first)
+        kv.pushpull(0, gradient)
+        assert kv._values[0].reduced is gradient
 
 
 def check_pushes_in_any_order() -> None:

@@ -114,6 +114,7 @@ def check_parameters_that_were_pulled_are_corrected_at_once() -> None:
     with settings.apart():
         kv, simulation = _store(learning_rate=RATE), Simulation(2)
         weights = {name: mx.nd.zeros(shape) for name, shape in SHAPES.items()}
+        weights["w"] = weights["w"].as_np_ndarray()
         for name, array in weights.items():
             kv.broadcast(name, array, out=array)
         other = mx.nd.zeros(SHAPES["w"])
