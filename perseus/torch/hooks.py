@@ -33,8 +33,9 @@ def on_gradient(
 ) -> Callable[[], object]:
     """Let every backward pass that reaches the parameter call call(owner, parameter, known, last).
 
-    last: whether all hooks of others have run, so that p.grad is what this pass leaves. If not, it
-        will be true from the next pass on, until the script registers another hook.
+    last: whether all other hooks have run, so that p.grad is what this pass leaves, and it has no
+        other owner, which may reduce it, too. The hook keeps its place: one of the script that
+        takes the step relies on its having counted the pass.
 
     The hook is removed when the owner is destroyed, or by the function that is returned. It does
     not keep the owner alive, because models outlive their optimizers.
@@ -54,14 +55,9 @@ def on_gradient(
 
 
 def _is_last(parameter: torch.Tensor, number: int) -> bool:
-    """Return whether only hooks of on_gradient() follow this one; else put it at the end."""
+    """Return whether no hook follows this one, and no other one of on_gradient() precedes it."""
     hooks = parameter._post_accumulate_grad_hooks
-    for each in reversed(hooks):
-        if each == number:
-            return True
-        if not hasattr(hooks[each], "of_perseus"):
-            break
-    moved = hooks.pop(number, None)  # autograd goes through a copy
-    if moved is not None:
-        hooks[number] = moved
-    return False
+    numbers = list(hooks)
+    if numbers[-1:] != [number]:  # it may also have been removed in this pass
+        return False
+    return not any(hasattr(hooks[each], "of_perseus") for each in numbers[:-1])

@@ -34,15 +34,17 @@ class _Bundle(Reduction):
     """The gradients that one operation reduces: those of one parameter or of a group.
 
     dense: the parameters to which Reduction.gradients belong.
+    settled: whether nothing changes the gradients after their hooks in this backward pass.
     """
 
-    __slots__ = ("dense", "parameters", "passes_left", "unhook", "waiting")
+    __slots__ = ("dense", "parameters", "passes_left", "settled", "unhook", "waiting")
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
         super().__init__(name, name)
         self.parameters = self.dense = parameters
         self.passes_left: list[int] = []  # for each parameter, until its gradient is complete
         self.waiting = 0  # the number of parameters whose gradients are not complete
+        self.settled = True
         self.unhook: list[Callable[[], object]] = []  # removes the hooks of the parameters
 
 
@@ -139,6 +141,7 @@ class GradientReducer(HandleReducer):
     def _restart(self, bundle: _Bundle) -> None:
         bundle.passes_left = [self.passes] * len(bundle.parameters)
         bundle.waiting = len(bundle.parameters)
+        bundle.settled = True
         bundle.finished = False
 
     def reset(self) -> None:
@@ -150,6 +153,13 @@ class GradientReducer(HandleReducer):
         """Return whether a backward pass has computed gradients since the last synchronize()."""
         return any(
             bundle.is_under_way() or any(left < self.passes for left in bundle.passes_left)
+            for bundle in self.reductions
+        )
+
+    def busy(self) -> bool:
+        """Return whether gradients are being reduced, or wait for synchronize() to begin it."""
+        return super().busy() or any(
+            bundle.waiting == 0 and not bundle.settled and not bundle.finished
             for bundle in self.reductions
         )
 
@@ -214,11 +224,12 @@ class GradientReducer(HandleReducer):
             gradient.copy_(result)
             keep(result)  # which a hook may have made on another stream
 
-    def _count(self, _: torch.Tensor, place: tuple[_Bundle, int], last: bool) -> None:
+    def _count(self, parameter: torch.Tensor, place: tuple[_Bundle, int], last: bool) -> None:
         """Count a backward pass for a parameter; start the reduction of a complete bundle.
 
         place: the bundle, and the parameter's index in it. last: see on_gradient(); if a hook of
-            the script may still change the gradient, synchronize() starts the reduction.
+            the script may still change the gradient, or has taken it, synchronize() starts the
+            reduction.
         """
         if self.begins_world and not self.plan.process_set.included():
             return  # it was a member in an earlier world
@@ -229,7 +240,9 @@ class GradientReducer(HandleReducer):
         bundle.passes_left[index] = left
         if left == 0:
             bundle.waiting -= 1
-            if bundle.waiting == 0 and last:
+            if not last or parameter.grad is None:
+                bundle.settled = False
+            if bundle.waiting == 0 and bundle.settled:
                 self._start(bundle)
 
     def _start(self, bundle: _Bundle) -> None:

@@ -158,28 +158,122 @@ def _scale(p: nn.Parameter) -> None:
     p.grad.mul_(10)
 
 
+def _backward(parameters: list[nn.Parameter], salt: int = 0) -> None:
+    sum((p * _own(p.shape, salt)).sum() for p in parameters).backward()
+
+
+def _begun(optimizer: Any) -> list[bool]:
+    return [reduction.is_under_way() for reduction in optimizer._reducer.reductions]
+
+
 def check_a_later_hook_of_the_script_changes_what_is_reduced() -> None:
     for options in ({}, {"groups": 1}):
         parameters = _zeros((4,), (2, 3))
         optimizer = _wrapped(parameters, op=hvd.Sum, **options)
-        for p in parameters:
-            p.register_post_accumulate_grad_hook(_clip)
+        handles = [p.register_post_accumulate_grad_hook(_clip) for p in parameters]
         for step in range(3):
             optimizer.zero_grad()
-            sum((p * _own(p.shape, step)).sum() for p in parameters).backward()
-            begun = [reduction.is_under_way() for reduction in optimizer._reducer.reductions]
-            assert all(begun) if step > 0 else not any(begun), (step, begun)
+            _backward(parameters, step)
+            assert not any(_begun(optimizer)), step
             optimizer.synchronize()
             for p in parameters:
                 clipped = everyone(p.shape, torch.float32, step).clamp(-1, 2)
                 assert_same(p.grad, clipped.sum(0).to(torch.float32))
         (p,) = parameters[:1]
-        p.register_post_accumulate_grad_hook(_scale)
+        handles.append(p.register_post_accumulate_grad_hook(_scale))
         optimizer.zero_grad()
-        sum((p * _own(p.shape)).sum() for p in parameters).backward()
+        _backward(parameters)
         optimizer.synchronize()
         clipped = everyone(p.shape, torch.float32).clamp(-1, 2) * 10
         assert_same(p.grad, clipped.sum(0).to(torch.float32))
+        for handle in handles:
+            handle.remove()
+        optimizer.zero_grad()
+        _backward(parameters)
+        assert all(_begun(optimizer))
+        optimizer.synchronize()
+        assert_same(p.grad, _total(p.shape))
+
+
+def check_hooks_of_the_script_take_the_step_during_backward() -> None:
+    for wraps_first, set_to_none in ((True, True), (True, False), (False, True)):
+        parameters = _zeros((4,), (2, 3))
+        optimizers: dict[nn.Parameter, Any] = {}
+
+        def step(p: nn.Parameter, of: Any = optimizers, set_to_none: bool = set_to_none) -> None:
+            of[p].step()
+            of[p].zero_grad(set_to_none=set_to_none)
+
+        if not wraps_first:
+            for p in parameters:
+                p.register_post_accumulate_grad_hook(step)
+        for index, p in enumerate(parameters):
+            inner = torch.optim.SGD([p], lr=1.0)
+            optimizers[p] = hvd.DistributedOptimizer(inner, [(f"p{index}", p)])
+        if wraps_first:
+            for p in parameters:
+                p.register_post_accumulate_grad_hook(step)
+        expected = [p.detach().clone() for p in parameters]
+        for salt in range(4):
+            _backward(parameters, salt)
+            for p, value in zip(parameters, expected, strict=True):
+                assert_same(p.detach(), value.sub_(_mean(p.shape, salt)))
+
+
+def check_hooks_of_the_script_take_gradients_and_give_them_back() -> None:
+    for wraps_first in (True, False):
+        for groups, taken in ((None, 2), (1, 2), (1, 1)):
+            parameters = _zeros((4,), (2, 3))
+            grads: dict[nn.Parameter, torch.Tensor] = {}
+
+            def take(p: nn.Parameter, to: dict[nn.Parameter, torch.Tensor] = grads) -> None:
+                to[p], p.grad = p.grad, None
+
+            optimizer = _wrapped(parameters, groups=groups) if wraps_first else None
+            for p in parameters[:taken]:
+                p.register_post_accumulate_grad_hook(take)
+            optimizer = optimizer or _wrapped(parameters, groups=groups)
+            expected = [p.detach().clone() for p in parameters]
+            for salt in range(3):
+                _backward(parameters, salt)
+                for p, grad in grads.items():
+                    p.grad = grad
+                optimizer.step()
+                optimizer.zero_grad()
+                for p, value in zip(parameters, expected, strict=True):
+                    assert_same(p.detach(), value.sub_(_mean(p.shape, salt)))
+
+
+def check_two_optimizers_of_a_parameter_reduce_its_gradient_one_after_the_other() -> None:
+    parameters = _zeros((4,), (2, 3))
+    optimizers = [_wrapped(parameters), _wrapped(parameters)]
+    for salt in range(3):
+        _backward(parameters, salt)
+        assert not any(_begun(optimizers[0]) + _begun(optimizers[1]))
+        optimizers[0].synchronize()
+        for p in parameters:
+            assert_same(p.grad, _mean(p.shape, salt))
+            p.grad.copy_(_own(p.shape, salt + 1))
+        optimizers[1].synchronize()
+        for p in parameters:
+            assert_same(p.grad, _mean(p.shape, salt + 1))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def check_zeroing_gradients_that_wait_for_the_step_is_refused() -> None:
+    for options in ({}, {"groups": 1}):
+        parameters = _zeros((4,), (2, 3))
+        optimizer = _wrapped(parameters, op=hvd.Sum, **options)
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(_scale)
+        for salt in range(2):
+            _backward(parameters, salt)
+            assert "race condition" in raised(AssertionError, optimizer.zero_grad)
+            optimizer.synchronize()
+            for p in parameters:
+                assert_same(p.grad, 10 * _total(p.shape, salt))
+            optimizer.zero_grad()
 
 
 class _Interrupted:
