@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from perseus import basics
@@ -38,17 +38,22 @@ class Reduction:
     gradients: the arguments of begin(), and the results once it is finished.
     finished: whether finish() has waited for it, which an interrupt may end before the others. The
         adapter sets it to False before the next one.
+    applies: whether its results may be applied, once it is finished. The adapter sets it to True
+        before the next one, unless that begins with begin().
     others: functions that finish operations which were started beside this one. Each of them waits
         and returns whether its result may be applied.
     """
 
-    __slots__ = ("contexts", "finished", "gradients", "handle", "key", "name", "others", "sent")
+    __slots__ = (
+        "applies", "contexts", "finished", "gradients", "handle", "key", "name", "others", "sent",
+    )  # fmt: skip
 
     def __init__(self, name: str, key: str) -> None:
         self.name = name
         self.key = key
         self.handle = 0  # 0 = not in flight
         self.finished = False
+        self.applies = True
         self.gradients: list[Any] = []
         self.sent: list[Any] = []
         self.contexts: list[Any] = []
@@ -94,6 +99,7 @@ class HandleReducer(Reducer):
         learning_rate, momentum: see perseus_request.
         """
         reduction.gradients = gradients
+        reduction.applies = True
         if not self._plain:
             pairs = [self.plan.compression.compress(gradient) for gradient in gradients]
             gradients = reduction.sent = [tensor for tensor, _ in pairs]
@@ -108,13 +114,13 @@ class HandleReducer(Reducer):
             learning_rate=learning_rate, momentum=momentum,
         )  # fmt: skip
 
-    def finish(self, reductions: Iterable[Reduction], failures: Failures) -> bool:
-        """Wait for reductions that are in flight; return whether all of them may be applied.
+    def finish(self, reductions: Sequence[Reduction], failures: Failures) -> bool:
+        """Wait for reductions that are in flight; return whether all may be applied.
 
-        An error is added to `failures`, and the other reductions are still waited for.
+        An error is added to `failures`, and the other reductions are still waited for. After an
+        interrupt, the next call goes on, and what it returns is true of all nevertheless.
         """
         wait = self._session.synchronize
-        applies = True
         for reduction in reductions:
             if reduction.handle == 0 and not reduction.others:
                 continue
@@ -122,7 +128,7 @@ class HandleReducer(Reducer):
                 if reduction.handle != 0:
                     # None: the sum over steps is not complete, or a NaN is to be skipped.
                     if wait(reduction.handle) is None:
-                        applies = False
+                        reduction.applies = False
                     else:
                         self.unapplied = True
                         if not self._plain:
@@ -130,13 +136,16 @@ class HandleReducer(Reducer):
             except Exception as error:
                 failures.add(error)
             reduction.handle = 0
-            if reduction.others:
-                applies = _finish(reduction.others, failures) and applies
-                reduction.others = []
+            while reduction.others:
+                try:
+                    reduction.applies = reduction.others[0]() and reduction.applies
+                except Exception as error:
+                    failures.add(error)
+                del reduction.others[0]
             if not self._plain:
                 reduction.sent = reduction.contexts = []
             reduction.finished = True
-        return applies
+        return all(reduction.applies for reduction in reductions)
 
     def wait(self) -> None:
         """Return once all reductions in flight have ended. They still have to be finished."""
@@ -161,16 +170,6 @@ class HandleReducer(Reducer):
             compression.decompress(tensor, context)
             for tensor, context in zip(reduction.sent, reduction.contexts, strict=True)
         ]
-
-
-def _finish(others: list[Callable[[], bool]], failures: Failures) -> bool:
-    applies = True
-    for finish in others:
-        try:
-            applies = finish() and applies
-        except Exception as error:
-            failures.add(error)
-    return applies
 
 
 _living: weakref.WeakSet[HandleReducer] = weakref.WeakSet()

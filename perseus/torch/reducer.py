@@ -78,6 +78,7 @@ class GradientReducer(HandleReducer):
         # The number of sparse dimensions, for parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
         self._memory = SharedMemory()
+        self._failures = Failures()  # those of the step, which an interrupt may have split
         self.applies = True
         self.begins_world = False
         self._take(_make_bundles(parameters, names, plan))
@@ -143,6 +144,7 @@ class GradientReducer(HandleReducer):
         bundle.waiting = len(bundle.parameters)
         bundle.settled = True
         bundle.finished = False
+        bundle.applies = True
 
     def reset(self) -> None:
         """Restart the count of backward passes."""
@@ -174,6 +176,7 @@ class GradientReducer(HandleReducer):
         """See HandleReducer."""
         super().forget_begun()
         self._memory.end_step()
+        self._failures = Failures()
         self.begins_world = True
         self.reset()
 
@@ -187,9 +190,8 @@ class GradientReducer(HandleReducer):
 
     def finish_begun(self) -> None:
         """Wait for reductions in flight; raise once all have ended if one failed. See Failures."""
-        failures = Failures()
         self.applies = True
-        self.applies = self.finish(self.reductions, failures)
+        self.applies = self.finish(self.reductions, self._failures)
         if not self.applies and basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1:
             self.unapplied = True  # all gradients may have had a NaN, but none was merely held
         for bundle in self.reductions:
@@ -198,6 +200,7 @@ class GradientReducer(HandleReducer):
             bundle.gradients = []
         self._memory.end_step()
         self.reset()
+        failures, self._failures = self._failures, Failures()
         failures.raise_first()
 
     def _decompress(self, reduction: Reduction) -> None:

@@ -122,6 +122,32 @@ def test_what_was_started_beside_an_operation_is_finished_with_it(outcome):
     assert (applies, bool(failures)) == (outcome is not False, isinstance(outcome, Exception))
 
 
+@pytest.mark.parametrize("withheld", ["dense", "sparse", None])
+def test_an_interrupt_does_not_let_a_result_that_is_withheld_be_applied(withheld):
+    def interrupted() -> bool:
+        finished.append(len(session.waited))
+        if len(finished) == 1:
+            raise KeyboardInterrupt
+        return True
+
+    finished: list[int] = []
+    session = _Session()
+    reducer = HandleReducer(Plan(), session)
+    dense, sparse = _reductions(2)
+    for step in range(2):
+        reducer.begin(dense, [[1.0]])
+        reducer.begin(sparse, [[1.0]])
+        if step == 0:
+            session.answers = {1: None} if withheld == "dense" else {}
+            sparse.others += [lambda: withheld != "sparse", interrupted]
+            with pytest.raises(KeyboardInterrupt):
+                reducer.finish([dense, sparse], Failures())
+        applies = reducer.finish([dense, sparse], Failures())
+        assert applies == (step == 1 or withheld is None)
+    assert session.waited == [1, 2, 3, 4]
+    assert finished == [2, 2]
+
+
 def test_a_bundle_travels_as_its_plan_says():
     session = _Session()
     plan = Plan(op=ReduceOp.Sum, compression=top_k(0.25), predivide_factor=4.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from patterns import assert_same, everyone, raised, values
+from patterns import assert_same, everyone, nan_check, raised, values, world_with
 from torch import nn
 
 import perseus.torch.horovod as hvd
@@ -277,17 +277,20 @@ def check_zeroing_gradients_that_wait_for_the_step_is_refused() -> None:
 
 
 class _Interrupted:
-    """A session whose second wait is ended by Ctrl-C."""
+    """A session whose second wait is ended by Ctrl-C; its first one may fail."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Any, fails: bool = False) -> None:
         self.submit, self.poll = session.submit, session.poll
-        self._session, self._waits = session, 0
+        self._session, self._waits, self._fails = session, 0, fails
 
     def synchronize(self, handle: int) -> Any:
         self._waits += 1
         if self._waits == 2:
             raise KeyboardInterrupt
-        return self._session.synchronize(handle)
+        result = self._session.synchronize(handle)
+        if self._fails:
+            raise ValueError("first")
+        return result
 
 
 def check_what_was_reduced_before_an_interrupt_is_not_reduced_again() -> None:
@@ -304,3 +307,28 @@ def check_what_was_reduced_before_an_interrupt_is_not_reduced_again() -> None:
         optimizer.step()
         for p in parameters:
             assert_same(p.grad, _total(p.shape, step))
+
+
+def check_a_step_that_is_skipped_or_fails_does_so_after_an_interrupt() -> None:
+    with world_with(**nan_check("skip")):
+        for fails in (False, True):
+            parameters = _zeros((4,), (2, 3), (5,))
+            optimizer = _wrapped(parameters)
+            reducer = optimizer._reducer
+            plain = reducer._session
+            (parameters[0] * (1.0 if fails else float("nan"))).sum().backward()
+            _backward(parameters[1:])
+            reducer._session = _Interrupted(plain, fails)
+            raised(KeyboardInterrupt, optimizer.step)
+            reducer._session = plain
+            if fails:
+                assert raised(ValueError, optimizer.step) == "first"
+            else:
+                optimizer.step()
+            for p in parameters:
+                assert_same(p.detach(), torch.zeros(p.shape))
+            optimizer.zero_grad()
+            _backward(parameters, 1)
+            optimizer.step()
+            for p in parameters:
+                assert_same(p.detach(), -_mean(p.shape, 1))
