@@ -205,7 +205,12 @@ def applied_here(compression: type[Compressor]) -> type[Compressor]:
 
 def all_applied_here(compression: type[Compressor]) -> type[Compressor]:
     """The same for what the core does not encode, as Adasum: adapters apply all of it."""
-    compression = compressor(compression)
+    kind: Any = compressor(compression)
+    return _all_applied(kind)
+
+
+@cache  # reductions ask in every call, and making a class takes long
+def _all_applied(compression: Any) -> type[Compressor]:
     own = {"in_core": False, "codec": EXACT, "argument": 0.0}
     return type(compression.__name__, (compression,), own)
 

@@ -254,6 +254,7 @@ def test_what_the_core_would_encode_is_exact_where_adapters_apply_all():
     found = all_applied_here(top_k(0.25))
     assert (found.in_core, found.codec, found.argument) == (False, EXACT, 0.0)
     assert found.compress([1.0]) == ([1.0], None)
+    assert all_applied_here(top_k(0.25)) is found
 
 
 # ---- LocalAggregation ----
