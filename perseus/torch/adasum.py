@@ -108,14 +108,16 @@ class AdasumOptimizer(torch.optim.Optimizer):
         joined the optimizer or become trainable since the last step must be the same on all ranks;
         their steps are combined from now on. Raises HorovodInternalError if a reduction failed.
         NaNs are looked for in the steps; if one is to be skipped or is an error, the parameters and
-        the optimizer's state are restored.
+        the optimizer's state are restored. A rank outside of the process set takes its own step.
         """
         self._follow_parameters()
         reducer = self._reducer
+        wrapped: Any = super()
+        if not reducer.plan.process_set.included():
+            return wrapped.step(closure)
         if self._check.due():
             self._check.compare((name, buffer_of(p)) for p, name in reducer.named.items())
         saved = _saved(self)
-        wrapped: Any = super()
         loss, _ = reducer.around(list(reducer.named), lambda: wrapped.step(closure))
         if not reducer.applies:
             _restore(self, saved)

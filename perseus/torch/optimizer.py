@@ -214,7 +214,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return list(joining)
 
     def _take_turn(self) -> None:
-        if self._rotation is not None and self._reducer.applies:
+        if self._rotation is not None and self._takes_part and self._reducer.applies:
             self._rotation.take_turn()
 
     @contextmanager
@@ -403,8 +403,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    included = bool(process_set.included())
-    if op == Adasum and included and not alone():
+    # Whether this rank takes part in the set may change with the world.
+    if op == Adasum and not alone():
         check_adasum_of_steps("torch")
         return adasum_optimizer(
             optimizer, names, compression, backward_passes_per_step, process_set
@@ -412,7 +412,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     active = _takes_part(process_set)
     trainable = [p for p in parameters if p.requires_grad]
     rotation = None
-    if included and not alone() and trainable and (parts := parts_of(plan)) > 1:
+    if not alone() and trainable and (parts := parts_of(plan)) > 1:
         plan = replace(plan, compression=InsideCompressor)
         rotation = TorchRotation(trainable, names[trainable[0]], process_set, parts)
     wrapped = type(optimizer)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from patterns import assert_job_usable, shared_folder, world_with
+from adasum_checks import adasum_of
+from patterns import assert_job_usable, shared_folder, values, world_with
 from torch import nn
 
 import perseus.torch.horovod as hvd
@@ -182,6 +183,49 @@ def check_an_abort_takes_all_ranks_back_to_the_commit() -> None:
 def _expect_sets(*sets: list[int]) -> None:
     everyone = dict(enumerate([list(range(hvd.size())), *sets]))
     assert ids_and_ranks() == everyone, ids_and_ranks()
+
+
+def check_optimizers_follow_a_process_set_whose_ranks_change() -> None:
+    """As if ranks moved up because one was gone: one begins to take part, another one ceases to."""
+    size = hvd.size()
+    some = hvd.ProcessSet([])
+
+    def begin(first: int) -> None:
+        hvd.barrier()
+        hvd.shutdown()
+        some.ranks = list(range(first, first + size - 1))
+        hvd.init(process_sets=[some])
+
+    def mean_of(numbers: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(numbers).mean(0)
+
+    for combine, options in (
+        (mean_of, {}),
+        (adasum_of, {"op": hvd.Adasum}),
+        (mean_of, {"compression": hvd.Compression.rotate(2)}),
+    ):
+        begin(0)
+        parameter = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], process_set=some, **options
+        )
+        for world, first in enumerate((0, 1, 0)):
+            if world > 0:
+                begin(first)
+            parameter.data.zero_()
+            expected = torch.zeros_like(parameter)
+            for salt in range(world, world + 3):
+                own = [values((4,), torch.float64, rank, salt) for rank in range(size)]
+                optimizer.zero_grad()
+                (parameter * own[hvd.rank()]).sum().backward()
+                optimizer.step()
+                members = [own[rank] for rank in some.ranks]
+                expected -= combine(members) if some.included() else own[hvd.rank()]
+            hvd.synchronize_parameters()
+            torch.testing.assert_close(parameter.detach(), expected)
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
 
 
 def check_process_sets_given_to_init_come_back_and_dynamic_ones_do_not() -> None:
