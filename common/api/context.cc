@@ -186,6 +186,7 @@ Context::Context(const ContextOptions& options)
     store_ = connect_store(options.store_host, options.store_port, world_.secret, deadline, options.interrupted);
   }
   try {
+    if (options.memory_world.empty() && world_.size > 1) pass_begun_worlds(*store_, options, deadline);
     exchange_entries(*store_, options, deadline);
     connect(*store_, options, deadline);
   } catch (const Error& error) {
@@ -195,6 +196,15 @@ Context::Context(const ContextOptions& options)
 }
 
 Context::~Context() = default;
+
+// A script may run several programs as one rank, one after the other. Each numbers its worlds from 0, but the store
+// still has those of the others, which this rank has been in.
+void Context::pass_begun_worlds(Store& store, const ContextOptions& options, int64_t deadline) {
+  const std::vector<int> witness{std::max(world_.rank, 1)};
+  const auto ignore = [](int, const std::string&) {};
+  while (store.get_present(job_prefix() + kLeft + "/", witness, deadline, ignore, options.interrupted).empty())
+    ++world_.epoch;
+}
 
 void Context::exchange_entries(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string settings = settings_text(config_);

@@ -53,6 +53,7 @@ class Context {
   bool in_creating_process() const;
 
  private:
+  void pass_begun_worlds(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void exchange_entries(Store& store, const ContextOptions& options, int64_t deadline_ns);
   std::string job_prefix() const;
   [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);

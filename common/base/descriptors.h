@@ -15,8 +15,8 @@ std::string error_text(int error);
 // lets it. Returns "" or what is missing.
 std::string make_room_for_descriptors(size_t more);
 
-// Opens /dev/null in place of those of standard input, output and error that are closed. One of ours would otherwise get
-// its number, and whatever the process prints would go into it.
+// Opens /dev/null in place of those of standard input, output and error that are closed. One of ours would otherwise
+// get its number, and whatever the process prints would go into it.
 void occupy_standard_descriptors();
 
 }  // namespace perseus
