@@ -23,8 +23,9 @@ from perseus.keras.reducer import GradientReducer, Options, Reducing
 from perseus.keras.residuals import SavedResiduals
 from perseus.tensorflow.gradient_aggregation import count_step
 from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
-from perseus.tensorflow.modes import belongs_here, when
+from perseus.tensorflow.modes import when
 from perseus.tensorflow.residuals import ResidualState
+from perseus.tensorflow.verdicts import Verdicts
 
 # Attributes that the config lacks: those that methods set, and arguments that Keras leaves out.
 _NOT_IN_CONFIG = (
@@ -74,7 +75,7 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
     @property
     def applies(self) -> Any:
         """Whether to apply the gradients of the last pass; see LocalGradientAggregationHelper."""
-        return self._applies
+        return self._verdicts.last
 
     def _variable(self, initial: Any, name: str) -> Any:
         made = super()._variable(initial, name)
@@ -93,7 +94,7 @@ class DistributedMixin(Reducing):
     """The mixin that is put in front of an optimizer's class."""
 
     _agg_helper: _AggregationHelper | None
-    _applies: Any
+    _verdicts: Verdicts
     _reduces_later: bool  # the gradients that apply_gradients gets next
     _steps_now: bool  # within minimize()
     _state: tuple[Any, ...]
@@ -104,7 +105,7 @@ class DistributedMixin(Reducing):
         # Not by assignment, which would make it a part of every checkpoint.
         self.__dict__[_CHILD] = ResidualState(self._reducer)
         self._agg_helper = _AggregationHelper(self._reducer) if self._options.passes > 1 else None
-        self._applies = None
+        self._verdicts = Verdicts()
         self._reduces_later = self._steps_now = False
         self._state = ()
 
@@ -178,7 +179,7 @@ class DistributedMixin(Reducing):
             return grads
         else:
             grads, applies = self._reducer.reduce(grads, vars, _Places(vars), rate)
-            self._applies = applies
+            self._verdicts.give(zip(grads, vars, strict=True), applies)
         if not steps and self._reducer.rotates():  # a rank may leave out the step, not the turn
             turn = partial(self._take_turn, grads, vars)
             when(tf.constant(True) if applies is None else applies, turn, lambda: None)
@@ -212,12 +213,13 @@ class DistributedMixin(Reducing):
         with tf.init_scope():
             _ = self.iterations  # type: ignore[attr-defined]  # legacy ones make it now
         if self._agg_helper is not None:
-            return self._agg_helper.apply_gradients(apply, self)
-        if self._applies is None or not belongs_here(self._applies):
+            return self._agg_helper.apply_gradients(apply, self, pairs)
+        applies = self._verdicts.on(pairs)
+        if applies is None:
             return apply()
         # Schedules of the learning rate count calls, as without the sums.
         otherwise = partial(count_step, self, None) if sums_over_steps() else lambda: None
-        return when(self._applies, apply, otherwise)
+        return when(applies, apply, otherwise)
 
     def _take_over(self) -> None:
         """Go on where the wrapped optimizer was, now that there are variables."""

@@ -16,14 +16,9 @@ import tensorflow as tf
 from perseus.gradients.aggregation import LocalAggregation
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow import own_variables
-from perseus.tensorflow.modes import (
-    belongs_here,
-    belongs_to_program,
-    tf_variable,
-    vars_to_refs,
-    when,
-)
+from perseus.tensorflow.modes import belongs_to_program, tf_variable, vars_to_refs, when
 from perseus.tensorflow.reducer import local_sources
+from perseus.tensorflow.verdicts import Verdicts
 
 
 def apply_op_to_not_none_tensors(
@@ -83,7 +78,7 @@ class LocalGradientAggregationHelper:
         self._passes: dict[Any, LocalAggregation] = {}  # by references to the variables
         self._allreduce = allreduce_func
         self._local = local_sources(process_set, scale_local_gradients)
-        self._applies: Any = None
+        self._verdicts = Verdicts()
         self.counter: Any = None  # of the last pass; None before the first one
 
     def forget(self) -> None:
@@ -118,7 +113,8 @@ class LocalGradientAggregationHelper:
             lambda totals: (*totals, tf.constant(False)),
         )
         # In a graph, Keras 2 treats variables from which gradients are computed as trainable ones.
-        *results, self._applies = [tf.stop_gradient(tensor) for tensor in outcome]
+        *results, applies = [tf.stop_gradient(tensor) for tensor in outcome]
+        self._verdicts.give(zip(given, variables, strict=True), applies)
         full: list[Any] = [None] * len(dense)
         for index, gradient in zip(present, results, strict=True):
             full[index] = gradient
@@ -133,10 +129,11 @@ class LocalGradientAggregationHelper:
     ) -> Any:
         """Call the closure after an N-th pass; after other passes, only count a step.
 
-        args, kwargs: the arguments of the optimizer's apply_gradients(), for `global_step`.
+        args, kwargs: the arguments of the optimizer's apply_gradients(): a list of gradients and
+            variables, and perhaps `global_step`.
         """
-        applies = self._applies
-        if applies is None or not belongs_here(applies):
+        applies = self._verdicts.on(args[0] if args else kwargs.get("grads_and_vars", ()))
+        if applies is None:
             return apply_grads_closure()
         return when(applies, apply_grads_closure, lambda: self._count(optimizer, args, kwargs))
 

@@ -32,7 +32,7 @@ from perseus.tensorflow.adasum import AdasumOptimizer
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, count_step
 from perseus.tensorflow.learning_rate import learning_rate
-from perseus.tensorflow.modes import belongs_here, when
+from perseus.tensorflow.modes import when
 from perseus.tensorflow.ops import Adasum, Average
 from perseus.tensorflow.reducer import (
     GradientReducer,
@@ -41,6 +41,7 @@ from perseus.tensorflow.reducer import (
     references_of,
 )
 from perseus.tensorflow.residuals import GradientResiduals
+from perseus.tensorflow.verdicts import Verdicts
 
 
 class _AggregationHelper(LocalGradientAggregationHelper):
@@ -83,7 +84,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self._local = local_sources(process_set, scale_local_gradients)
-        self._applies: Any = None
+        self._verdicts = Verdicts()
         plan = Plan(
             op=op,
             compression=compression,
@@ -138,7 +139,8 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             reduced = self._agg_helper.compute_gradients(gradients, variables)
         else:
             reduce = partial(self._reducer, learning_rate=learning_rate(self._optimizer))
-            reduced, self._applies = self._local.around(reduce, gradients, variables)
+            reduced, applies = self._local.around(reduce, gradients, variables)
+            self._verdicts.give(zip(reduced, variables, strict=True), applies)
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(
@@ -158,9 +160,10 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             return self._agg_helper.apply_gradients(
                 apply, self._optimizer, pairs, global_step=global_step
             )
-        if self._applies is None or not belongs_here(self._applies):
+        applies = self._verdicts.on(pairs)
+        if applies is None:
             return apply()
-        return when(self._applies, apply, lambda: count_step(self._optimizer, global_step))
+        return when(applies, apply, lambda: count_step(self._optimizer, global_step))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped optimizer."""

@@ -209,6 +209,34 @@ def check_passes_of_other_variables_are_counted_apart() -> None:
             np.testing.assert_allclose(session.run(b), [-4 * gradient] * 2, rtol=1e-6)
 
 
+def check_gradients_of_several_sets_before_they_are_applied() -> None:
+    """Clipped or not, of one variable or of both, which have their own counts."""
+    gradient = sum(10.0 + rank for rank in range(hvd.size())) / hvd.size()
+    for core, passes in ((False, 2), (True, 1)):
+        with (
+            world_with(PERSEUS_ACCUMULATE_N_STEPS=2 if core else 1),
+            tf.Graph().as_default(),
+            v1.Session() as session,
+        ):
+            a, b = (v1.get_variable(name, initializer=[0.0, 0.0]) for name in "ab")
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=passes
+            )
+            loss = tf.reduce_sum(a) + tf.reduce_sum(b * (10.0 + hvd.rank()))
+            sets = [[a], [b]] if core else [[a], [b], [a, b]]
+            pairs = [optimizer.compute_gradients(loss, var_list=each) for each in sets]
+            pairs[1] = [(tf.clip_by_value(each, -99.0, 99.0), v) for each, v in pairs[1]]
+            trains = [optimizer.apply_gradients(each) for each in pairs]
+            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            for taken in 2 * trains[:2]:
+                session.run(taken)
+            np.testing.assert_allclose(session.run(a), [-2.0] * 2)
+            np.testing.assert_allclose(session.run(b), [-2 * gradient] * 2, rtol=1e-6)
+            for taken in [trains[0], *trains[2:], *trains[2:]]:
+                session.run(taken)
+            np.testing.assert_allclose(session.run(a), [-2.0 if core else -4.0] * 2)
+
+
 def check_a_restored_state_begins_with_the_first_pass() -> None:
     rank, size = hvd.rank(), hvd.size()
     with tf.Graph().as_default(), v1.Session() as session:
