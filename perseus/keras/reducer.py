@@ -5,7 +5,8 @@ Belongs to the thread that applies gradients, or that traces the function which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -69,7 +70,7 @@ class GradientReducer(LateReducer):
         """
         if self._reducer is None or self.plan.groups is not None:
             return
-        shared = [v for v in optimizer._trainable_variables if self._is_reduced(v)]
+        shared = _once(v for v in optimizer._trainable_variables if self._is_reduced(v))
         names = [self._name_of(v, optimizer) for v in shared]
         self._reducer.before_backward(shared, names, rate_of)
 
@@ -138,11 +139,11 @@ class GradientReducer(LateReducer):
 
         A collective, once per step whose gradients may be applied; see perseus.gradients.turns.
         """
-        trained = [
+        trained = _once(
             variable
             for gradient, variable in zip(gradients, variables, strict=True)
             if gradient is not None and self._is_reduced(variable)
-        ]
+        )
         if trained and self.rotates():
             self._reducer.take_turn(self._name_of(trained[0], optimizer), trained)
 
@@ -154,10 +155,14 @@ class GradientReducer(LateReducer):
         learning_rate: Any,
     ) -> tuple[list[Any], Any]:
         results = gradients = _with_zeros(gradients, variables)
-        sent = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        # Of variables that are given twice, as tied weights of two models may be. What they have in
+        # common is reduced once, in place.
+        kinds = [(id(g), _key(v)) for g, v in zip(gradients, variables, strict=True)]
+        first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+        sent = [i for i in sorted(first.values()) if gradients[i] is not None]
         if not sent:
             return results, None
-        names = [self._name_of(variables[index], optimizer) for index in sent]
+        names = _apart(self._name_of(variables[index], optimizer) for index in sent)
         gradients = backend.compared(
             self._check,
             names,
@@ -172,7 +177,7 @@ class GradientReducer(LateReducer):
         reduced, applies = self._reducer.reduce(gradients, names, found, learning_rate)
         for index, gradient in zip(sent, reduced, strict=True):
             results[index] = gradient
-        return results, applies
+        return [results[first[kind]] for kind in kinds], applies
 
     def everywhere(self, flag: Any) -> Any:
         """Return whether a scalar boolean tensor is true on all ranks that have not joined."""
@@ -246,6 +251,22 @@ def _with_zeros(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]
         backend.zeros_like(variable) if gradient is None else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
+
+
+def _once(variables: Iterable[Any]) -> list[Any]:
+    """Return variables without repetitions."""
+    return list({_key(variable): variable for variable in variables}.values())
+
+
+def _apart(names: Iterable[str]) -> list[str]:
+    """Return names that differ: repetitions get a number, behind that of the variable."""
+    seen: Counter[str] = Counter()
+    made = []
+    for name in names:
+        index, _, rest = name.partition("/")
+        made.append(f"{index}.{seen[name]}/{rest}" if seen[name] else name)
+        seen[name] += 1
+    return made
 
 
 def is_overwritten(variable: Any) -> bool:

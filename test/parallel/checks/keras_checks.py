@@ -112,6 +112,29 @@ def check_local_layers_are_layers_with_weights() -> None:
     make(sgd, local_layers=None)
 
 
+def check_a_variable_may_be_given_twice() -> None:
+    """As tied weights of two models are, with the same gradient or with another one."""
+    for other in (False, True):
+
+        def train(optimizer, rank=None, in_function=False, other=other) -> list[np.ndarray]:
+            variables = make_variables()
+            optimizer.build(variables)
+
+            def step(*gradients) -> None:
+                again = gradients[-1 if other else 1]
+                optimizer.apply([*gradients[:-1], again], [*variables, variables[1]])
+
+            take = within_function(step) if in_function else step
+            for number in range(3):
+                take(*make_gradients(number, rank), make_gradients(number + 9, rank)[1])
+            return arrays_of(variables)
+
+        expected = train(keras.optimizers.Adam(0.01), -1)
+        for in_function in IN_FUNCTIONS:
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+            assert_close(train(optimizer, in_function=in_function), expected)
+
+
 def check_every_variable_has_a_gradient() -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     text = message_of(ValueError, optimizer.apply, make_gradients(0)[:3], make_variables())
