@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # How long a rank that ends because of another one waits, unless its launcher ends it.
 _FIRST_TO_FAIL_SECONDS = 1.0
+_PAUSE_SECONDS = 0.5  # before a rank tries again what it has failed to do
 _GIVEN_UP = "given up this start"  # in errors that tell of another rank's (common/api/context.cc)
 _log = logging.getLogger(__name__)
 
@@ -111,8 +112,12 @@ def _start(comm: Any, process_sets: Any) -> None:
             # end because of it.
             if member is None or (isinstance(error, ValueError) and not member.has_begun):
                 raise
-            member.is_at_fault = _GIVEN_UP not in str(error)
             _log.warning("[elastic] world %d did not begin: %s", epoch, error)
+            # One that has waited in vain is not the one that is late.
+            by_others = _GIVEN_UP in str(error) or isinstance(error, TimeoutError)
+            member.is_at_fault = not by_others
+            if member.is_at_fault:
+                time.sleep(_PAUSE_SECONDS)
 
 
 def _place_of(member: Membership) -> Place:

@@ -198,11 +198,14 @@ Context::Context(const ContextOptions& options)
 Context::~Context() = default;
 
 // A script may run several programs as one rank, one after the other. Each numbers its worlds from 0, but the store
-// still has those of the others, which this rank has been in.
+// still has those of the others. Where any rank has left a world's start, this rank was in it: its own word may be
+// missing if it was killed, and rank 1's if that is slow.
 void Context::pass_begun_worlds(Store& store, const ContextOptions& options, int64_t deadline) {
-  const std::vector<int> witness{std::max(world_.rank, 1)};
+  std::vector<int> witnesses{1};
+  if (world_.rank > 1) witnesses.push_back(world_.rank);
   const auto ignore = [](int, const std::string&) {};
-  while (store.get_present(job_prefix() + kLeft + "/", witness, deadline, ignore, options.interrupted).empty())
+  while (store.get_present(job_prefix() + kLeft + "/", witnesses, deadline, ignore, options.interrupted).size() <
+         witnesses.size())
     ++world_.epoch;
 }
 

@@ -212,7 +212,7 @@ constexpr Variable kTable[] = {
      "and no rank takes the optimizer's step."},
     {Var::kPerfCheckSteps, "PERSEUS_PERF_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
      "Number of steps after which the ranks compare how long they compute, without the time that they wait for each "
-     "other; rank 0 names the slow ones. 100 is a good value, 0 = off."},
+     "other; the lowest rank of a process set names its slow ones. 100 is a good value, 0 = off."},
     {Var::kParameterCheckSteps, "PERSEUS_PARAMETER_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
      "Number of steps after which the ranks compare their parameters bit by bit. A difference is an error on every "
      "rank that names the first parameter that differs, and its ranks. 100 is a good value, 0 = off."},

@@ -528,6 +528,7 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
     removed_[group->second->id()] = Removed{group->second, group->second->ranks()};
   }
   accumulation_.forget_group(id);
+  perf_check_.forget_group(id);
   const MutexLock lock(groups_mutex_);
   groups_.erase(id);
   members_.erase(id);

@@ -28,6 +28,11 @@ void PerfCheck::forget(uint64_t owner) {
     if (steps.owner == owner) steps.owner = 0;
 }
 
+void PerfCheck::forget_group(int group) {
+  const MutexLock lock(mutex_);
+  by_group_.erase(group);
+}
+
 std::string describe_slow(const std::vector<double>& seconds, const std::vector<int>& ranks, int64_t steps) {
   // Slower than the rank in the middle by more than measurement and chance explain.
   constexpr double kSlow = 1.25;

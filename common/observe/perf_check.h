@@ -29,6 +29,8 @@ class PerfCheck {
   double submitted(uint64_t owner, int group, const char* name, int64_t now);
   // The optimizer submits no more gradients; another one's count the steps from now on.
   void forget(uint64_t owner);
+  // The group was removed; another one may get its number.
+  void forget_group(int group);
 
   // A group's comparison, which is under way from one step to a later one.
   struct Comparison {

@@ -244,13 +244,16 @@ class Reducing:
 
 
 def _with_zeros(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Return gradients with zeros for missing ones while the core sums them over steps."""
+    """Return gradients with zeros for missing ones while the core sums them over steps.
+
+    A variable that is given twice has the same zeros in both places, as it has the same gradient.
+    """
     if not sums_over_steps():
         return list(gradients)
-    return [
-        backend.zeros_like(variable) if gradient is None else gradient
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
+    pairs = list(zip(gradients, variables, strict=True))
+    missing = {_key(variable): variable for gradient, variable in pairs if gradient is None}
+    zeros = {key: backend.zeros_like(variable) for key, variable in missing.items()}
+    return [zeros[_key(variable)] if gradient is None else gradient for gradient, variable in pairs]
 
 
 def _once(variables: Iterable[Any]) -> list[Any]:

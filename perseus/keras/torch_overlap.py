@@ -56,7 +56,7 @@ class Overlap:
         if not self._watches:
             for parameter, name in zip(parameters, names, strict=True):
                 if parameter.requires_grad and parameter.is_leaf:
-                    on_gradient(parameter, self, Overlap._on_gradient, name)
+                    on_gradient(parameter, self, Overlap._on_gradient, name, in_place=False)
         self._watches = self._announced = True
 
     def take(self, name: str, gradient: torch.Tensor) -> Reduction | None:

@@ -129,10 +129,12 @@ class LocalGradientAggregationHelper:
     ) -> Any:
         """Call the closure after an N-th pass; after other passes, only count a step.
 
-        args, kwargs: the arguments of the optimizer's apply_gradients(): a list of gradients and
-            variables, and perhaps `global_step`.
+        args, kwargs: the arguments of the optimizer's apply_gradients(): gradients and variables,
+            and perhaps `global_step`.
         """
-        applies = self._verdicts.on(args[0] if args else kwargs.get("grads_and_vars", ()))
+        pairs = args[0] if args else kwargs.get("grads_and_vars")
+        # An iterator would be exhausted when the closure reads it.
+        applies = self._verdicts.on(pairs if isinstance(pairs, list | tuple) else ())
         if applies is None:
             return apply_grads_closure()
         return when(applies, apply_grads_closure, lambda: self._count(optimizer, args, kwargs))

@@ -33,6 +33,8 @@ class Verdicts:
         if verdict is None and not self._on_sets:
             return
         given = _references(grads_and_vars)
+        for older in [each for each in self._on_sets if each <= set(given)]:
+            del self._on_sets[older]
         self._on_sets[frozenset(given)] = verdict
         self._on_each.update(dict.fromkeys(given, verdict))
 

@@ -30,11 +30,13 @@ def on_gradient(
     owner: Owner,
     call: Callable[[Owner, torch.Tensor, Known, bool], None],
     known: Known,
+    in_place: bool,
 ) -> Callable[[], object]:
     """Let every backward pass that reaches the parameter call call(owner, parameter, known, last).
 
-    last: whether all other hooks have run, so that p.grad is what this pass leaves, and it has no
-        other owner, which may reduce it, too. The hook keeps its place: one of the script that
+    in_place: whether the owner may reduce p.grad in place.
+    last: whether all hooks of others have run, so that p.grad is what this pass leaves, and no
+        other owner may reduce it in place, too. The hook keeps its place: one of the script that
         takes the step relies on its having counted the pass.
 
     The hook is removed when the owner is destroyed, or by the function that is returned. It does
@@ -47,7 +49,7 @@ def on_gradient(
         if living is not None:
             call(living, reached, known, _is_last(reached, registration.id))
 
-    hook.of_perseus = True  # type: ignore[attr-defined]
+    hook.in_place = in_place  # type: ignore[attr-defined]
     registration = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     remove = weakref.finalize(owner, registration.remove)
     remove.atexit = False
@@ -55,9 +57,12 @@ def on_gradient(
 
 
 def _is_last(parameter: torch.Tensor, number: int) -> bool:
-    """Return whether no hook follows this one, and no other one of on_gradient() precedes it."""
+    """Return whether no hook that follows changes the gradient, nor an owner that precedes."""
     hooks = parameter._post_accumulate_grad_hooks
     numbers = list(hooks)
-    if numbers[-1:] != [number]:  # it may also have been removed in this pass
+    if number not in numbers:  # it was removed in this pass
         return False
-    return not any(hasattr(hooks[each], "of_perseus") for each in numbers[:-1])
+    at = numbers.index(number)
+    before = (getattr(hooks[each], "in_place", False) for each in numbers[:at])
+    after = (getattr(hooks[each], "in_place", True) for each in numbers[at + 1 :])
+    return not any(before) and not any(after)

@@ -134,7 +134,7 @@ class GradientReducer(HandleReducer):
             self.residuals.know(bundle.key, bundle.name, len(bundle.parameters) > 1)
             self._restart(bundle)
             bundle.unhook = [
-                on_gradient(parameter, self, GradientReducer._count, (bundle, index))
+                on_gradient(parameter, self, GradientReducer._count, (bundle, index), in_place=True)
                 for index, parameter in enumerate(bundle.parameters)
             ]
         self.reductions += bundles

@@ -94,8 +94,10 @@ def start_sparse_allreduce(
         ),
     )  # fmt: skip
 
+    wait = _both(handles)
+
     def finish() -> torch.Tensor | None:
-        described, gathered = _both(handles)
+        described, gathered = wait()
         if gathered is None:
             return None
         gathered = compression.decompress(gathered, context)
@@ -104,17 +106,24 @@ def start_sparse_allreduce(
     return finish
 
 
-def _both(handles: tuple[int, int]) -> list[Any]:
-    """Return the results of two operations. If one fails, raises after both have ended."""
-    outcomes: list[Any] = []
-    failures = Failures()
-    for handle in handles:
-        try:
-            outcomes.append(synchronize(handle))
-        except Exception as error:
-            failures.add(error)
-    failures.raise_first()
-    return outcomes
+def _both(handles: tuple[int, int]) -> Callable[[], list[Any]]:
+    """Return a function that waits for two operations and returns their results.
+
+    If one fails, it raises after both have ended. If it is interrupted, it can be called again.
+    """
+    left, outcomes, failures = list(handles), [], Failures()
+
+    def wait() -> list[Any]:
+        while left:
+            try:
+                outcomes.append(synchronize(left[0]))
+            except Exception as error:
+                failures.add(error)
+            del left[0]
+        failures.raise_first()
+        return outcomes
+
+    return wait
 
 
 def sparse_total(

@@ -38,6 +38,14 @@ TEST(PerfCheck, AnotherOptimizerTakesOverFromOneThatIsGone) {
   EXPECT_DOUBLE_EQ(check.submitted(2, 0, "x", 120 * kMs), 0.020);
 }
 
+TEST(PerfCheck, AGroupBeginsAnewWithTheNumberOfOneThatIsGone) {
+  PerfCheck check(1);
+  EXPECT_LT(check.submitted(1, 3, "a", 0), 0);
+  check.forget_group(3);
+  EXPECT_LT(check.submitted(2, 3, "a", 100 * kMs), 0);
+  EXPECT_DOUBLE_EQ(check.submitted(2, 3, "a", 120 * kMs), 0.020);
+}
+
 TEST(PerfCheck, SlowIsAQuarterMoreThanTheRankInTheMiddle) {
   EXPECT_EQ(describe_slow({0.1, 0.12, 0.09}, {0, 1, 2}, 5), "");
   EXPECT_EQ(

@@ -56,15 +56,15 @@ uint64_t requests_of_start(int size, const char* transport) {
 
 class Start : public testing::TestWithParam<int> {};
 
-// Every rank says and asks: who it is, where it listens, that it is ready. Rank 0 asks nobody where to connect to, and
-// alone asks who has left, which all others say.
-TEST_P(Start, OverTcpMakesSevenRequestsForEachRank) {
-  EXPECT_EQ(requests_of_start(GetParam(), "tcp"), 7u * GetParam() - 1);
+// Every rank asks whether an earlier program has begun this world, and says and asks: who it is, where it listens, that
+// it is ready. Rank 0 asks nobody where to connect to, and alone asks who has left, which all others say.
+TEST_P(Start, OverTcpMakesEightRequestsForEachRank) {
+  EXPECT_EQ(requests_of_start(GetParam(), "tcp"), 8u * GetParam() - 1);
 }
 
 // In addition, who has connected; the highest rank waits for nobody there.
-TEST_P(Start, InSharedMemoryMakesNineRequestsForEachRank) {
-  EXPECT_EQ(requests_of_start(GetParam(), "shm"), 9u * GetParam() - 1);
+TEST_P(Start, InSharedMemoryMakesTenRequestsForEachRank) {
+  EXPECT_EQ(requests_of_start(GetParam(), "shm"), 10u * GetParam() - 1);
 }
 
 // A rank is free to end when it knows that all others are connected; rank 0 still waits for some of them then.

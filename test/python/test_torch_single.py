@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import perseus.torch.horovod as hvd
 from perseus import objects
-from perseus.torch import functions
+from perseus.torch import functions, hooks, sparse
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +226,55 @@ class _NamedZeros(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None if set_to_none else torch.full_like(p, to)
+
+
+def test_an_interrupted_sparse_reduction_is_not_waited_for_again(monkeypatch):
+    asked = []
+
+    def synchronize(handle):
+        asked.append(handle)
+        if asked == [7, 8]:
+            raise KeyboardInterrupt
+        return 10 * handle
+
+    monkeypatch.setattr(sparse, "synchronize", synchronize)
+    wait = sparse._both((7, 8))
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert wait() == [70, 80]
+    assert asked == [7, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("owners", "last"),
+    [
+        ([False, False], [True, True]),
+        ([True], [True]),
+        ([True, True], [False, False]),
+        ([False, True], [False, True]),
+        ([True, False], [True, False]),
+        ([True, None], [False]),
+        ([None, True], [True]),
+    ],
+)
+def test_only_hooks_that_may_change_a_gradient_delay_its_reduction(owners, last):
+    """Of owners that reduce in place or not, and of the script (None)."""
+
+    class Owner:
+        pass
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    living, seen = [], []
+    for in_place in owners:
+        if in_place is None:
+            weight.register_post_accumulate_grad_hook(lambda _: None)
+            continue
+        living.append(Owner())
+        hooks.on_gradient(
+            weight, living[-1], lambda *given: seen.append(given[-1]), None, in_place=in_place
+        )
+    weight.sum().backward()
+    assert seen == last
 
 
 def test_zero_grad_passes_on_what_it_is_given():

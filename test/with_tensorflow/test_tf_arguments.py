@@ -9,6 +9,7 @@ tf = pytest.importorskip("tensorflow")
 import perseus.keras as keras_hvd
 import perseus.tensorflow.horovod as hvd
 from perseus.keras.backend import keras
+from perseus.tensorflow.verdicts import Verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,28 @@ def _v1():
 
 def _keras():
     return keras.optimizers.SGD(0.1)
+
+
+def test_verdicts_are_those_of_the_last_gradients_of_each_variable():
+    verdicts = Verdicts()
+    head, body, other = (tf.Variable(0.0) for _ in range(3))
+    yes, no = tf.constant(True), tf.constant(False)
+    verdicts.give([(yes, head)], yes)
+    verdicts.give([(yes, head), (yes, body)], no)
+    verdicts.give([(yes, other)], yes)
+    for variables, applies in (
+        ([head], False),
+        ([head, body], False),
+        ([other], True),
+        ([other, head], False),
+    ):
+        assert bool(verdicts.on([(yes, each) for each in variables])) == applies, variables
+
+
+def test_an_iterator_of_gradients_reaches_the_closure():
+    helper = hvd.LocalGradientAggregationHelper(2, None, False, True, 0, "optimizer_type_keras")
+    pairs = iter([(tf.constant(1.0), tf.Variable(0.0))])
+    assert len(helper.apply_gradients(lambda: list(pairs), None, pairs)) == 1
 
 
 CASES = [

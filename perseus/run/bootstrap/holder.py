@@ -14,8 +14,11 @@ from perseus.run.bootstrap.start_settings import setting
 HOLDER_VARIABLE = "PERSEUS_RANK_HOLDER"
 # Of the launchers whose ranks can tell one job from another by its store's address.
 _ADDRESS = {
-    "perseusrun": ("PERSEUS_RENDEZVOUS_ADDR", "PERSEUS_RENDEZVOUS_PORT"),
-    "torch": ("MASTER_ADDR", "MASTER_PORT"),
+    "perseusrun": (
+        ("PERSEUS_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+        ("PERSEUS_RENDEZVOUS_PORT", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    ),
+    "torch": (("MASTER_ADDR",), ("MASTER_PORT",)),
 }
 _REMEDY = {
     "perseusrun": "PERSEUS_RANK, PERSEUS_SIZE, HOROVOD_RANK and HOROVOD_SIZE",
@@ -53,7 +56,7 @@ def _rank(identity: Identity) -> str:
     """Return what tells the rank from those of other jobs; "" if it needs no protection."""
     if identity.size == 1 or identity.launcher not in _ADDRESS:
         return ""
-    host, port = map(setting, _ADDRESS[identity.launcher])
+    host, port = (setting(*names) for names in _ADDRESS[identity.launcher])
     return f"{identity.launcher} {identity.rank} {identity.size} {host}:{port}"
 
 

@@ -151,7 +151,7 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
     def serve() -> Rendezvous:
         # Asked for, because the ranks of an earlier round may have been on other hosts.
         hosts = [here, *ask(store, size, deadline, late)]
-        local = len({text.split()[0] for text in hosts}) == 1
+        local = len(set(hosts)) == 1  # names count where the identity cannot be read
         return _serve(_LOOPBACK if local else own_address([text.split()[-1] for text in hosts]))
 
     return _serve_and_announce(serve, lambda text: announce(store, text, size, deadline, late))

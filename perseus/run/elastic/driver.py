@@ -38,7 +38,7 @@ _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 # cannot, it is for ever.
 _UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 0.75, 8.0
 _FAILED_STARTS = 3  # after which a process goes whose own errors have ended them
-_MOST_FAILED_STARTS = 100  # in a row, of all, so that no job starts for ever
+_MOST_FAILED_STARTS = 40  # in a row, of all, so that no job starts for ever
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
 _NO_STATE = "No hosts from previous set remaining: nobody has the training's state"
@@ -445,8 +445,6 @@ class ElasticLauncher(Launcher):
             return
         self._dismiss_faulty()
         chosen = self._candidates()
-        if len(chosen) < elasticity.least:
-            return
         candidates = [
             Candidate(
                 each.number,
@@ -494,15 +492,20 @@ class ElasticLauncher(Launcher):
         members = self._members()
         if len(members) < len(self._world):  # the ends of others look like errors of one's own
             return
-        for each in members:
-            each.failed_starts += each.request is not None and each.request.fault
-        faulty = [each for each in members if each.failed_starts >= _FAILED_STARTS]
-        if not faulty:
-            return
         # Others have had a world before new ones came, with which they cannot connect for example.
-        new = [each for each in members if each.is_new]
+        trained = not all(each.is_new for each in members)
+        for each in members:
+            at_fault = each.request is not None and each.request.fault
+            each.failed_starts += at_fault or (each.is_new and trained)
+        faulty = [each for each in members if each.failed_starts >= _FAILED_STARTS]
+        leaving = [each for each in faulty if each.is_new] or faulty
+        rest = [each for each in self._candidates() if each not in leaving]
+        if len(rest) < self._elasticity.least:  # what is wrong may pass
+            return
+        if self._state_exists and not any(each.has_state for each in rest):
+            return
         why = f"{_FAILED_STARTS} worlds did not begin because of it"
-        for process in [each for each in faulty if each.is_new] or new or faulty:
+        for process in leaving:
             self._dismiss(process, why)
             self._bar(process, f"leaves: {why}", time.monotonic())
 

@@ -176,7 +176,7 @@ def _meet(rank: int, exchange: Callable[[str], list[str]]) -> tuple[str, str]:
     hosts = exchange(f"{host_identity()} {socket.gethostname()}")
     text = ""
     if rank == 0:
-        local = len({text.split()[0] for text in hosts}) == 1
+        local = len(set(hosts)) == 1
         host = "127.0.0.1" if local else own_address([text.split()[-1] for text in hosts])
         store = c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         _held.append(store)

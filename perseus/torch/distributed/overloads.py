@@ -42,13 +42,14 @@ def _in_all_forms(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def in_all_forms(group: Collectives, *given: Any, **named: Any) -> Any:
-        if len(given) == count + 1 and type(given[count]) is options and not named:
-            return method(group, *given)
+        has_options = len(given) > count and hasattr(given[count], "asyncOp")
+        if has_options or len(given) < count:  # the bindings' own form, perhaps with keywords
+            return method(group, *given, **named)
         tensors, values = given[:count], given[count:]
+        if len(values) > len(names):
+            raise TypeError(f"{method.__name__}() takes {count} to {count + len(names)} arguments")
         if sum(isinstance(each, torch.Tensor) for each in tensors) == 1:
             tensors = tuple([each] for each in tensors)
-        if values and isinstance(values[0], options):
-            return method(group, *tensors, values[0])
         opts = named.pop("opts", None) or options()
         for name, value in (*zip(names, values, strict=False), *named.items()):
             if value is not None:

@@ -59,4 +59,4 @@ class ModelCheck:
             for row in rows.tolist()
         ]
         found = difference(by_rank, list(range(self._world.size)))
-        raise MismatchError(f"[{SETTING}] after {taken} steps {found}. {_REMEDY}")
+        raise MismatchError(f"[{SETTING}] after {taken} backward passes {found}. {_REMEDY}")

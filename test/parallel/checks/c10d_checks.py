@@ -488,6 +488,7 @@ def check_forms_without_lists_and_options() -> None:
             (lambda t: group.allreduce([t]), "sum"),
             (lambda t: group.allreduce(t, dist.ReduceOp.MAX), "amax"),
             (lambda t: group.allreduce([t], op=dist.ReduceOp.MAX, timeout=limit), "amax"),
+            (lambda t: group.allreduce(tensors=[t], opts=dist.AllreduceOptions()), "sum"),
             (lambda t: group.allreduce_coalesced([t]), "sum"),
         ):
             assert_same(changed(start), total(op))
@@ -516,3 +517,4 @@ def check_forms_without_lists_and_options() -> None:
         assert_same(changed(lambda t: group.reduce_scatter(t, [own] * size)), total("sum"))
         group.barrier(timeout=limit).wait()
         group.barrier().wait()
+        raised(TypeError, lambda: group.allreduce_coalesced([own], dist.ReduceOp.MAX))

@@ -389,7 +389,7 @@ def check_a_parameter_that_differs_is_named_on_all_ranks() -> None:
         _change_on_last(model)
         _step(model, given[1])
         message = raised(dist.DistBackendError, lambda: _backward(model, given[2]))
-        assert "after 2 steps the parameter 2.weight is not the same" in message, message
+        assert "after 2 backward passes the parameter 2.weight is not the same" in message, message
         assert f" on rank {last}); of 12 parameters 1 differs" in message, message
         _step(model, given[3])  # the group goes on
     with apart(PERSEUS_PARAMETER_CHECK_N_STEPS=2, PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
@@ -406,7 +406,7 @@ def check_parameters_are_compared_unless_a_rank_has_joined() -> None:
         _step(model, given[0])
         _change_on_last(model)
         message = raised(dist.DistBackendError, lambda: _backward(model, given[1]))
-        assert "after 5 steps the parameter 2.weight is not the same" in message, message
+        assert "after 5 backward passes the parameter 2.weight is not the same" in message, message
 
 
 def _pass_after_join(own: list[torch.Tensor], then: torch.Tensor) -> list[torch.Tensor | None]:
