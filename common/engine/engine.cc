@@ -368,6 +368,8 @@ bool Engine::advance(bool eager) {
   }
   for (auto& transport : transports_) transport->poll(woken);
   read_peer_events();
+  // Asked once: a shutdown that begins amid a pass must not find sends over that nobody has told to end.
+  const bool closing = closing_.load(std::memory_order_acquire);
   if (!failed_.load(std::memory_order_relaxed)) {
     if (!removed_.empty()) forget_removed();
     moved |= nccl_order_.step();
@@ -382,12 +384,12 @@ bool Engine::advance(bool eager) {
       if (group->polls()) waker_->arm_timer(kPoll);
       if (id == 0) keep_tuning(group.get());
     }
-    if (closing_.load(std::memory_order_relaxed)) point_to_point_.close(shutdown_text());
+    if (closing) point_to_point_.close(shutdown_text());
     moved |= point_to_point_.step(now, woken);
     if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
   }
   if (now - housekeeping_ns_ > housekeeping_pause_ns_) housekeeping(now);
-  if (closing_.load(std::memory_order_relaxed)) wind_down();
+  if (closing) wind_down();
   return moved;
 }
 
