@@ -25,6 +25,7 @@ class Verdicts:
     def __init__(self) -> None:
         self.last: Any = None
         self._on_sets: dict[frozenset[Any], Any] = {}
+        self._asked: set[frozenset[Any]] = set()  # of these
         self._on_each: dict[Any, Any] = {}
 
     def give(self, grads_and_vars: _Pairs, verdict: Any) -> None:
@@ -33,7 +34,9 @@ class Verdicts:
         if verdict is None and not self._on_sets:
             return
         given = _references(grads_and_vars)
-        for older in [each for each in self._on_sets if each <= set(given)]:
+        # Sets that were applied since may now be parts of this one.
+        for older in [each for each in self._asked if each <= set(given)]:
+            self._asked.remove(older)
             del self._on_sets[older]
         self._on_sets[frozenset(given)] = verdict
         self._on_each.update(dict.fromkeys(given, verdict))
@@ -45,8 +48,9 @@ class Verdicts:
         counts for variables of which no gradients were computed.
         """
         given = _references(grads_and_vars)
-        if frozenset(given) in self._on_sets:
-            verdicts = [self._on_sets[frozenset(given)]]
+        if (whole := frozenset(given)) in self._on_sets:
+            verdicts = [self._on_sets[whole]]
+            self._asked.add(whole)
         else:
             verdicts = [self._on_each[v] for v in given if v in self._on_each] or [self.last]
         here = {id(v): v for v in verdicts if v is not None and belongs_here(v)}

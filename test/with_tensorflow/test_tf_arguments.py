@@ -32,6 +32,7 @@ def test_verdicts_are_those_of_the_last_gradients_of_each_variable():
     head, body, other = (tf.Variable(0.0) for _ in range(3))
     yes, no = tf.constant(True), tf.constant(False)
     verdicts.give([(yes, head)], yes)
+    assert bool(verdicts.on([(yes, head)]))
     verdicts.give([(yes, head), (yes, body)], no)
     verdicts.give([(yes, other)], yes)
     for variables, applies in (
