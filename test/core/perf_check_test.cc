@@ -127,7 +127,7 @@ TEST(PerfCheck, RanksOfOneProcessSetAreNotTakenForThoseOfAnother) {
           EXPECT_EQ(run(context, barrier).code, PERSEUS_OK);
         };
         for (int step = 0; step < 8; ++step) {
-          if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+          std::this_thread::sleep_for(std::chrono::milliseconds(rank == 1 ? 80 : 25));
           if (rank < 2) step_of(1);
           if (rank != 1) step_of(2);
         }

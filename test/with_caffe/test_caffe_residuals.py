@@ -117,7 +117,7 @@ def _numbers(path: Path) -> dict[str, NDArray[np.float64]]:
     while place < len(content):
         size = int(np.frombuffer(content, np.uint64, 1, place)[0])
         name = content[place + 8 : place + 8 + size].decode()
-        place += 8 + size + 8
+        place += 8 + size + 8 + 8 + 4  # behind the layout, the shapes and the factor
         count = int(np.frombuffer(content, np.uint64, 1, place)[0])
         data = np.frombuffer(content, np.float32, count, place + 8).astype(np.float64)
         found[name] = data.reshape(2, -1)
