@@ -101,6 +101,16 @@ TEST(PerfCheck, RankZeroNamesTheRankTheOthersWaitFor) {
   }
 }
 
+// Numbers 1 and 2, of which rank 0 is in both.
+void add_overlapping_sets(perseus_context* context) {
+  for (std::vector<int> ranks : {std::vector<int>{0, 1}, std::vector<int>{0, 2}}) {
+    perseus_request request = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+    request.ranks = ranks.data();
+    request.rank_count = 2;
+    ASSERT_EQ(run(context, request).code, PERSEUS_OK);
+  }
+}
+
 TEST(PerfCheck, RanksOfOneProcessSetAreNotTakenForThoseOfAnother) {
   WorldOptions options;
   options.overrides = {"PERSEUS_PERF_CHECK_N_STEPS=2"};
@@ -108,12 +118,7 @@ TEST(PerfCheck, RanksOfOneProcessSetAreNotTakenForThoseOfAnother) {
   run_world(
       all_media()[0], 3,
       [&](int rank, perseus_context* context) {
-        for (std::vector<int> ranks : {std::vector<int>{0, 1}, std::vector<int>{0, 2}}) {
-          perseus_request request = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
-          request.ranks = ranks.data();
-          request.rank_count = 2;
-          ASSERT_EQ(run(context, request).code, PERSEUS_OK);
-        }
+        add_overlapping_sets(context);
         const int64_t count = 1;
         float x = 1;
         const perseus_tensor tensor{&x, &x, &count, 1, PERSEUS_FLOAT32};
@@ -147,12 +152,7 @@ TEST(PerfCheck, AllMembersOfAProcessSetBeginItsComparisons) {
   run_world(
       all_media()[0], 3,
       [&](int rank, perseus_context* context) {
-        for (std::vector<int> ranks : {std::vector<int>{0, 1}, std::vector<int>{0, 2}}) {
-          perseus_request request = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
-          request.ranks = ranks.data();
-          request.rank_count = 2;
-          ASSERT_EQ(run(context, request).code, PERSEUS_OK);
-        }
+        add_overlapping_sets(context);
         const int64_t count = 1;
         float x = 1;
         const perseus_tensor tensor{&x, &x, &count, 1, PERSEUS_FLOAT32};

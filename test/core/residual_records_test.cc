@@ -14,12 +14,17 @@
 namespace perseus {
 namespace {
 
+CompressionTerms int8_terms() {
+  CompressionTerms terms;
+  terms.codec.kind = CodecKind::kInt8;
+  return terms;
+}
+
 TEST(ResidualRecord, CannotBeReadWhileItIsInUse) {
   Residuals residuals;
   const std::string name = "g";
   const Residuals::Key key{1, 0, name};
-  CompressionTerms terms;
-  terms.codec.kind = CodecKind::kInt8;
+  const CompressionTerms terms = int8_terms();
   const Residuals::Tensors tensors{{3, 4}};
   Residuals::Place place;
   EXPECT_EQ(residuals.read(key, nullptr, 0, &place), 0U);
@@ -57,8 +62,7 @@ struct Taken {
   const std::string name = "g";
 
   Residuals::Lease take(double learning_rate) {
-    CompressionTerms terms;
-    terms.codec.kind = CodecKind::kInt8;
+    const CompressionTerms terms = int8_terms();
     return residuals.take({1, 0, name}, {{3, 4}}, terms, 17, Flush::kNone, learning_rate);
   }
 };
@@ -106,8 +110,7 @@ TEST(ResidualRecord, IsCarriedByNoMoreThanTenSoonAfterAHigherRate) {
 // So that auto may choose for a name and tensor, whoever's gradient has held something back.
 TEST(ResidualRecord, IsKnownByOwnerAndTensorUntilAFlush) {
   Residuals residuals;
-  CompressionTerms terms;
-  terms.codec.kind = CodecKind::kInt8;
+  CompressionTerms terms = int8_terms();
   terms.automatic = true;
   const std::string name = "g";
   const Residuals::Key first{1, 0, name}, second{2, 0, name};
@@ -128,8 +131,7 @@ TEST(ResidualRecord, IsKnownByOwnerAndTensorUntilAFlush) {
 
 TEST(ResidualRecord, IsForgottenWithItsGroup) {
   Residuals residuals;
-  CompressionTerms terms;
-  terms.codec.kind = CodecKind::kInt8;
+  const CompressionTerms terms = int8_terms();
   const std::string name = "g";
   for (const uint32_t group : {3, 4}) residuals.take({0, group, name}, {{5}}, terms, 17, Flush::kNone, 0);
   const size_t both = residuals.bytes();
@@ -154,8 +156,7 @@ TEST(ResidualRecord, OfAReductionThatDidNotBeginIsCarriedAsBefore) {
 // One that has flushed before holds nothing, but the step after it must not hold anything back either.
 TEST(ResidualRecord, IsFlushedOnDemandWhereTheTypesChangeToo) {
   Residuals residuals;
-  CompressionTerms terms;
-  terms.codec.kind = CodecKind::kInt8;
+  const CompressionTerms terms = int8_terms();
   const std::string name = "g";
   const Residuals::Key key{1, 0, name};
   const Residuals::Tensors singles{{3, 4}, 5, 11}, halves{{3, 4}, 5, 12};
@@ -172,8 +173,7 @@ TEST(ResidualRecord, IsFlushedOnDemandWhereTheTypesChangeToo) {
 
 TEST(ResidualRecord, OfACheckpointIsOfItsTypesAndWorthWhatItWasWorth) {
   Residuals saved, loaded;
-  CompressionTerms terms;
-  terms.codec.kind = CodecKind::kInt8;
+  const CompressionTerms terms = int8_terms();
   const std::string name = "g";
   const Residuals::Key key{1, 0, name};
   const Residuals::Tensors singles{{3, 4}, 5, 11}, doubles{{3, 4}, 5, 13};
@@ -202,8 +202,7 @@ TEST(ResidualRecord, AReaderSeesAllThatAnOperationHasLeft) {
   Residuals residuals;
   const std::string name = "g";
   const Residuals::Key key{1, 0, name};
-  CompressionTerms terms;
-  terms.codec.kind = CodecKind::kInt8;
+  const CompressionTerms terms = int8_terms();
   constexpr size_t kElements = 4000;
   std::atomic<bool> done{false};
   std::thread operations([&] {
