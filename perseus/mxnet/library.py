@@ -138,20 +138,38 @@ class Batch:
     """Ops with given outputs, which can be pushed together any number of times."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
-        self.ops = (Op * len(ops))(*ops)
-        self._kept = ops  # what their pointers point to
+        # Beside each run of ops, what their pointers point to.
+        self._runs = [((Op * len(run))(*run), run) for run in _runs_of(ops)]
+        self.ops = [op for given, _ in self._runs for op in given]  # what push() passes on
 
     def push(self) -> None:
         """Push the ops to the engine, which keeps their arrays; returns at once.
 
         MXNetError for an invalid op; other errors are raised by the next wait for its outputs.
         """
-        for op in self._kept:
-            op.staging.load()
-        if native.perseus_mxnet_push(self.ops, len(self.ops)) != 0:
-            raise _error()
-        for op in self._kept:
-            op.staging.store()
+        for given, run in self._runs:
+            for op in run:
+                op.staging.load()
+            if native.perseus_mxnet_push(given, len(run)) != 0:
+                raise _error()
+            for op in run:
+                op.staging.store()
+
+
+def _runs_of(ops: Sequence[Op]) -> list[list[Op]]:
+    """Divide ops so that none needs a copy of what an earlier op of its run has yet to store.
+
+    Where arrays need no copies, MXNet's engine orders the ops of a run.
+    """
+    runs: list[list[Op]] = [[]]
+    stored: set[int] = set()
+    for op in ops:
+        if stored & op.staging.loaded():
+            runs.append([])
+            stored.clear()
+        runs[-1].append(op)
+        stored |= op.staging.stored()
+    return runs
 
 
 class Gathered:

@@ -51,6 +51,14 @@ class Staging:
         self._stores = _differing(copies, outputs)
         return copies
 
+    def loaded(self) -> set[int]:
+        """The arrays that load() copies, by id()."""
+        return {id(array) for array, _ in self._loads}
+
+    def stored(self) -> set[int]:
+        """The arrays that store() copies to, by id()."""
+        return {id(array) for _, array in self._stores}
+
     def load(self) -> None:
         """Copy the inputs, before the op is pushed."""
         _copy(self._loads)
