@@ -17,6 +17,7 @@ from math import inf
 from perseus.run import agent, environment, host_start
 from perseus.run.bootstrap import words
 from perseus.run.bootstrap.addresses import source_address
+from perseus.run.elastic.departures import FAILED_STARTS, Departures, at_fault
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.elastic.feeds import Feeds
@@ -37,7 +38,6 @@ _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 # it: where its ranks can come back as new ones, that costs less than all that wait; where they
 # cannot, it is for ever.
 _UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 0.75, 8.0
-_FAILED_STARTS = 3  # after which a process goes whose own errors have ended them
 _MOST_FAILED_STARTS = 40  # in a row, of all, so that no job starts for ever
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
@@ -74,6 +74,7 @@ class ElasticLauncher(Launcher):
         self._questions = Questions(self._tell, self._print)
         self._watches_loading = Loading(self._print)
         self._feeds = Feeds(self._tell)
+        self._departures = Departures(self._tell, job.grace)
         self._is_feeding = False  # when there were news last
         self._begun_at = 0.0
         self._begun = 0  # worlds for which some rank has met all others
@@ -142,7 +143,7 @@ class ElasticLauncher(Launcher):
         self._release_ended_hosts()
         if self._ending:
             return
-        self._end_dismissed(now)
+        self._departures.end_overdue(self._processes.values(), now)
         if self._succeeded:
             if self._epoch < 0:  # a command that asks for no world runs on all hosts
                 self._start_on_ready_hosts()
@@ -340,35 +341,15 @@ class ElasticLauncher(Launcher):
                 why = f"there is no next world: {self.name_of(number)} has finished"
                 self._tell(process, words.Refuse(why))
             else:
-                self._dismiss(process, "the job has finished")
+                self._departures.dismiss(process, "the job has finished")
 
     def _tell(self, process: Process, word: words.FromLauncher) -> None:
         process.host.send(b"TELL %d %b\n" % (process.number, words.line_of(word)))
-
-    def _dismiss(self, process: Process, why: str) -> None:
-        """Let a process leave that waits for a world."""
-        process.dismissed, process.request = True, None
-        process.end_at = time.monotonic() + self._job.grace
-        self._tell(process, words.Leave(why))
-
-    def _end_dismissed(self, now: float) -> None:
-        """End processes that were told to leave, and have not done so."""
-        for process in self._processes.values():
-            if now >= process.end_at:
-                process.end_at = inf
-                process.host.send(b"END %d\n" % process.number)
 
     def _spares(self) -> list[Process]:
         """Return the processes that are not in the present world, and have not been dismissed."""
         found = self._processes.values()
         return [each for each in found if each.epoch != self._epoch and not each.dismissed]
-
-    def _let_go(self, process: Process, why: str, now: float) -> None:
-        """Dismiss a process if it waits for a world, and end it otherwise."""
-        if process.request is not None:
-            self._dismiss(process, why)
-        else:
-            process.dismissed, process.end_at = True, now
 
     def _dismiss_unwanted(self, now: float) -> None:
         """Let those go that have lost their slot before they were in a world: no news reach them,
@@ -378,17 +359,17 @@ class ElasticLauncher(Launcher):
         wanted = set(self._wanted(now))
         for process in self._spares():
             if process.host.given_job and process.place not in wanted:
-                self._let_go(process, _lost_slot(process), now)
+                self._departures.let_go(process, _lost_slot(process), now)
 
     def _dismiss_spares(self, now: float) -> None:
         """After the first success: let those go that are not in the last world."""
         for process in self._spares():
-            self._let_go(process, "the job has finished", now)
+            self._departures.let_go(process, "the job has finished", now)
         for host in self._hosts:
             if not (host.given_job or host.gone):
                 host.lost = True
                 host.kill()
-        self._end_dismissed(now)
+        self._departures.end_overdue(self._processes.values(), now)
 
     def name_of(self, number: int) -> str:
         """See Launcher."""
@@ -460,7 +441,7 @@ class ElasticLauncher(Launcher):
             return
         for process in list(self._processes.values()):
             if process.request is not None and process not in chosen:
-                self._dismiss(process, _lost_slot(process))
+                self._departures.dismiss(process, _lost_slot(process))
         last, self._epoch = self._epoch, self._epoch + 1
         self._begun_at = time.monotonic()
         self._questions.forget()
@@ -492,21 +473,15 @@ class ElasticLauncher(Launcher):
         members = self._members()
         if len(members) < len(self._world):  # the ends of others look like errors of one's own
             return
-        # Others have had a world before new ones came, with which they cannot connect for example.
-        trained = not all(each.is_new for each in members)
-        for each in members:
-            at_fault = each.request is not None and each.request.fault
-            each.failed_starts += at_fault or (each.is_new and trained)
-        faulty = [each for each in members if each.failed_starts >= _FAILED_STARTS]
-        leaving = [each for each in faulty if each.is_new] or faulty
+        leaving = at_fault(members)
         rest = [each for each in self._candidates() if each not in leaving]
         if len(rest) < self._elasticity.least:  # what is wrong may pass
             return
         if self._state_exists and not any(each.has_state for each in rest):
             return
-        why = f"{_FAILED_STARTS} worlds did not begin because of it"
+        why = f"{FAILED_STARTS} worlds did not begin because of it"
         for process in leaving:
-            self._dismiss(process, why)
+            self._departures.dismiss(process, why)
             self._bar(process, f"leaves: {why}", time.monotonic())
 
     def _announce_world(self) -> None:
