@@ -107,6 +107,12 @@ def _measure(arguments: Sequence[str] | None) -> int:
 def _check_outputs(given: argparse.Namespace) -> None:
     """Raise ValueError before the measurement if an output file cannot be written."""
     pages = (("--readme", given.readme), ("--bars", given.bars))
+    for flag, path in pages:
+        if path and given.cases:
+            raise ValueError(
+                f"{flag} {path}: it replaces the results of the whole suite: name no case, or "
+                f"write those of a case with --json"
+            )
     for flag, path in (("--json", given.json), ("--plot", given.plot), *pages):
         if path is None:
             continue

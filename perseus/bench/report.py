@@ -139,7 +139,8 @@ def _model_table(records: Sequence[Record]) -> list[str]:
             ):
                 where = f"{record.ranks} ranks, shared memory"
                 if record.hosts > 1:
-                    where = f"{record.hosts} hosts, {record.rate_gbit:g} Gbit/s"
+                    rate = "" if record.rate_gbit is None else f", {record.rate_gbit:g} Gbit/s"
+                    where = f"{record.hosts} hosts{rate}"
                 lines.append(
                     f"| {place[0]} | {record.tensors} | {show_bytes(record.bytes)} | {where} | "
                     f"{show_seconds(record.median_s)} | {show_seconds(other.median_s)} | "

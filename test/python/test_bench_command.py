@@ -159,6 +159,8 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["--readme", "no.md"], "--readme no.md: no such file"),
         (["--readme", __file__], "expected the lines <!-- bench:begin -->"),
         (["--bars", __file__], "--bars"),
+        (["memory", "--bars", "r.md"], "--bars r.md: it replaces the results of the whole suite"),
+        (["latency", "--readme", "r.md"], "--readme r.md: it replaces the results of the whole"),
         (["latency", "--json", "/nonexistent/r.json"], "a directory that exists"),
         (["latency", "--plot", "."], "--plot .: expected a file in a directory"),
         (["latency", "--plot", "r.docx"], "--plot r.docx: expected a name that ends with .png"),

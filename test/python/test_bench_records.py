@@ -238,6 +238,15 @@ def test_only_the_page_of_bars_has_verdicts() -> None:
     assert "missed" not in results(measured, [], load_before=0.5)
 
 
+@pytest.mark.parametrize(("rate", "where"), [(0.3, "2 hosts, 0.3 Gbit/s"), (None, "2 hosts")])
+def test_a_model_says_where_it_was_measured(rate: float | None, where: str) -> None:
+    settings = {"model": "gpt2"}
+    ours = record(case="gradients", hosts=2, rate_gbit=rate, settings=settings, tensors=148)
+    theirs = replace(ours, peer="torch-gloo", median_s=0.01, vs_perseus=2.5)
+    row = f"| gpt2 | 148 | 64 MiB | {where} | 4 ms | 10 ms | 2.50 × as fast |"
+    assert row in results([ours, theirs], [], load_before=0.5)
+
+
 def test_a_bar_names_the_command_that_measures_it() -> None:
     commands = {bar.command() for bar in BARS}
     assert "perseus-bench memory -np 4" in commands
