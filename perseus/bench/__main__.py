@@ -35,6 +35,7 @@ from perseus.bench.plan import (
 from perseus.bench.record import Record
 from perseus.bench.sizes import in_equal_parts, parse_sizes
 from perseus.bench.virtual_hosts import VirtualHosts
+from perseus.run.hosts import parse_hosts
 
 _CASES = {
     "memory": "in-place allreduce of one large tensor, against memcpy",
@@ -276,7 +277,10 @@ def _job(given: argparse.Namespace, plan: Plan) -> Job:
         raise ValueError("--hosts makes virtual hosts, -H names real ones: give one of them")
     hosts = given.hosts or 1
     links = given.links or 1
-    ranks = given.num_proc or max(2, hosts)
+    usual = max(2, hosts)
+    if given.placement:
+        usual = sum(host.slots for host in parse_hosts(given.placement))
+    ranks = given.num_proc or usual
     if hosts > ranks:
         raise ValueError(f"--hosts {hosts}: more hosts than ranks (-np {ranks})")
     if hosts == 1 and (given.rate or links > 1):
@@ -356,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="case",
         help="see below; none = the suite of benchmarks/README.md",
     )
-    add("-np", "--num-proc", type=_positive, metavar="N", help="ranks (default 2)")
+    add("-np", "--num-proc", type=_positive, metavar="N", help="ranks (2, or all slots of -H)")
     add("--sizes", metavar="LIST", help="bytes, such as 4,64K or 4K-64M (steps of four)")
     add("--framework", choices=PEERS, default=TORCH, help="whose tensors (torch)")
     add("--gpu", action="store_true", help=f"tensors on GPUs: {' and '.join(ON_GPUS)}")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from perseus import basics
+from perseus.bench import __main__ as command_line
 from perseus.bench import launch, worker
 from perseus.bench.launch import Job
 from perseus.bench.plan import Plan
@@ -50,6 +51,21 @@ def test_tensorflow_has_as_many_threads_as_the_launcher_says(
     with pytest.raises(StartedError):
         worker.main()
     assert os.environ.get("TF_NUM_INTRAOP_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        (["-H", "a:4,b:3"], 7),
+        (["-H", "a,b:1"], 2),
+        (["-H", "a:4,b:3", "-np", "5"], 5),
+        ([], 2),
+        (["--hosts", "3"], 3),
+    ],
+)
+def test_every_slot_that_is_named_has_a_rank(arguments: list[str], ranks: int) -> None:
+    (job,) = command_line._jobs(command_line._parser().parse_args(["latency", *arguments]))
+    assert job.ranks == ranks
 
 
 @pytest.mark.parametrize(
