@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from perseus.bench import plot, report
 from perseus.bench.bars import suite
+from perseus.bench.codecs import check_variables
 from perseus.bench.codecs import parse as parse_codecs
 from perseus.bench.launch import HostsUnavailableError, Job, JobError, run
 from perseus.bench.models import MODELS, TRAINED
@@ -211,6 +212,8 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
     _check_packages(given.framework, "numpy")
     if given.framework == TENSORFLOW and given.cases != ["training"]:
         raise ValueError(f"--framework {TENSORFLOW}: it has the case training")
+    if not given.cases or not set(_WITH_MODELS).isdisjoint(given.cases):
+        check_variables(os.environ)
     if not given.cases:
         if _has_any(given, _OF_CASES):
             raise ValueError(

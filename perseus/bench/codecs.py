@@ -5,7 +5,7 @@ Errors are those of an average of standard normal values over the ranks. Immutab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -19,6 +19,14 @@ PLAIN = "none"
 _MOST_ELEMENTS = 1.25
 _INTEGER_BLOCK = 32  # the fewest elements in a block, which has scales of 4 bytes, or 16 with int2
 _SUM_ROUNDING = 2.0**-22  # the rounding error of a float32 sum, per rank
+
+# Values that leave gradients within the bounds of DEFAULT, of the variables that choose codecs.
+_USUAL = {
+    "PERSEUS_ALLREDUCE_DTYPE": ("auto", "1", "2"),
+    "PERSEUS_ALLREDUCE_CODEC": ("dtype",),
+    "LIGHT_TOPK_ALLREDUCE": ("0", "false", "off", "no"),
+    "PERSEUS_DOWNSAMPLE_N_ELEMENTS": ("1",),
+}
 
 
 def _exactly(share: float) -> Callable[[float, int], tuple[float, float]]:
@@ -170,6 +178,17 @@ def parse(text: str) -> list[Codec]:
     """
     found = [_parse(part) for part in text.split(",") if part]
     return list(dict.fromkeys(found))
+
+
+def check_variables(variables: Mapping[str, str]) -> None:
+    """Raise ValueError for variables that give another codec to gradients than results are judged
+    by."""
+    for name, usual in _USUAL.items():
+        if (value := variables.get(name)) and value.lower() not in usual:
+            raise ValueError(
+                f"{name}='{value}': perseus-bench judges gradients by the codecs that --codec "
+                f"names: use --codec instead"
+            )
 
 
 def _parse(text: str) -> Codec:

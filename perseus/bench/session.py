@@ -75,10 +75,11 @@ class Session:
     def payload(self, operation: str, size: int) -> int | None:
         """Return the bytes that an operation must send from each host.
 
-        Returns None if they depend on the algorithm, as on a single host or with several ranks per
-        host.
+        Returns None if they depend on the algorithm, as on a single host, with several ranks per
+        host, or where the user has chosen one.
         """
-        if self.hosts < 2 or self.hosts != self.size:
+        chosen = self._settings.get("PERSEUS_ALLREDUCE_ALGORITHM", "auto") != "auto"
+        if chosen or self.hosts < 2 or self.hosts != self.size:
             return None
         return round(bus_factor(operation, self.size) * size)
 

@@ -9,11 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from perseus import config
+from perseus.bench import __main__ as command_line
 from perseus.bench import gradients
-from perseus.bench.codecs import Codec, parse
+from perseus.bench.codecs import Codec, check_variables, parse
 from perseus.bench.gradients import Entrant, NormalData
 from perseus.bench.models import MODELS, TRAINED
 from perseus.bench.nets import NETS
+from perseus.bench.session import Session
 
 _SHAPES = ((40, 250), (6000,))
 
@@ -47,6 +49,54 @@ def test_variables_give_a_process_group_the_codec_of_a_label() -> None:
         assert codec.argument is None or f"{codec.argument:g}" in found.values()
     with pytest.raises(ValueError, match="--codec bf16: no variable"):
         parse("bf16")[0].variables()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PERSEUS_ALLREDUCE_CODEC", "int8"),
+        ("PERSEUS_ALLREDUCE_DTYPE", "0"),
+        ("LIGHT_TOPK_ALLREDUCE", "yes"),
+        ("PERSEUS_DOWNSAMPLE_N_ELEMENTS", "8"),
+    ],
+)
+@pytest.mark.parametrize("cases", [["gradients"], ["latency", "ddp"], []])
+def test_a_variable_that_chooses_a_codec_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, cases: list[str]
+) -> None:
+    given = command_line._parser().parse_args(cases)
+    assert command_line._jobs(given)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"^{name}='{value}': .*: use --codec instead"):
+        command_line._jobs(given)
+
+
+def test_other_cases_and_usual_values_leave_variables_alone() -> None:
+    for entry in config.variables():
+        check_variables({entry.name: entry.default})
+    check_variables({"PERSEUS_ALLREDUCE_DTYPE": "1", "LIGHT_TOPK_ALLREDUCE": "off"})
+    given = command_line._parser().parse_args(["network", "collectives"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PERSEUS_ALLREDUCE_CODEC", "int8")
+        assert command_line._jobs(given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "payload"),
+    [
+        ({}, 6 << 20),
+        ({"PERSEUS_ALLREDUCE_ALGORITHM": "auto"}, 6 << 20),
+        ({"PERSEUS_ALLREDUCE_ALGORITHM": "recursive_doubling"}, None),
+    ],
+)
+def test_an_algorithm_that_is_chosen_sends_as_much_as_it_wants(
+    settings: dict[str, str], payload: int | None
+) -> None:
+    session = Session.__new__(Session)
+    session.hosts = session.size = 4
+    session._settings = settings
+    assert session.payload("allreduce", 4 << 20) == payload
+    assert session.payloads(Codec("none"), 4 << 20).get("payload") == payload
 
 
 def test_bytes_on_the_wire_relative_to_plain() -> None:
