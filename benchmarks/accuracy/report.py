@@ -42,7 +42,7 @@ def verdict_of(cell: Cell, scores: Scores) -> Verdict | None:
 def line(cell: Cell, scores: Scores) -> str:
     """Return a line about a cell that has scores."""
     places = _places(_margin(cell, scores))
-    text = f"{name(cell):55} {_mean(scores[cell].values()):.{places}f}"
+    text = f"{name(cell):55} {_mean(scores[cell].values(), places)}"
     verdict = verdict_of(cell, scores)
     if verdict is None or cell.choice == EXACT.name:
         return text
@@ -50,14 +50,16 @@ def line(cell: Cell, scores: Scores) -> str:
     return f"{text}: {verdict.word}, {verdict.pairs} seeds"
 
 
-def _mean(scores: Iterable[float]) -> float:
-    """Return the mean of trainings that have not diverged."""
-    return statistics.fmean(filter(math.isfinite, scores))
+def _mean(scores: Iterable[float], places: int) -> str:
+    """Return the mean of trainings that have not diverged as a text that says if all have."""
+    finite = list(filter(math.isfinite, scores))
+    return f"{statistics.fmean(finite):.{places}f}" if finite else "diverged"
 
 
 def _margin(cell: Cell, scores: Scores) -> float:
-    task, exact = TASKS[cell.task], scores.get(exact_of(cell), {})
-    return task.margin * (abs(statistics.fmean(exact.values())) if task.relative and exact else 1)
+    task = TASKS[cell.task]
+    exact = list(filter(math.isfinite, scores.get(exact_of(cell), {}).values()))
+    return task.margin * (abs(statistics.fmean(exact)) if task.relative and exact else 1)
 
 
 def _places(margin: float) -> int:
@@ -89,7 +91,7 @@ def _rows(group: Iterable[Cell], scores: Scores, earlier: dict[str, str]) -> Ite
             yield f"| {cell.choice} | | | | not measured |"
             continue
         places = _places(_margin(cell, scores))
-        mean = f"{_mean(values.values()):.{places}f}"
+        mean = _mean(values.values(), places)
         verdict = verdict_of(cell, scores)
         if cell.choice == EXACT.name or verdict is None:
             yield f"| {cell.choice} | {mean} | | {len(values)} | |"

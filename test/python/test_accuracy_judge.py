@@ -17,6 +17,7 @@ import records
 import report
 from judge import judge
 from plan import Cell, cells
+from tasks import TASKS
 
 
 def _around(mean: float, spread: float, count: int) -> dict[int, float]:
@@ -80,6 +81,18 @@ def test_a_choice_that_diverges_is_worse_and_the_rest_is_compared(tmp_path: Path
     assert found.startswith("| topk:0.1 | 91.000 | +0.000 ±") and found.endswith("| 3 | worse |")
     assert "; 1 diverged |" in found
     report.plot(tmp_path / "plot.png", scores)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_a_choice_of_which_every_seed_diverges_says_so(seeds: int) -> None:
+    mine = Cell("text", "topk:0.01")
+    scores = {mine: dict.fromkeys(range(seeds), math.nan)}
+    assert report.line(mine, scores).endswith(" diverged")
+    assert f"| topk:0.01 | diverged | | {seeds} | |\n" in report.tables(scores)
+    # The margin is a part of the mean of exact trainings that have not diverged.
+    scores[Cell("text", "exact")] = {0: -3.0, 1: math.nan, 2: -math.inf}
+    assert report.line(mine, scores).endswith(" diverged")
+    assert f"(margin {3 * TASKS['text'].margin:.4f})" in report.tables(scores)
 
 
 def test_scores_are_kept_by_seed_and_none_twice(tmp_path: Path) -> None:
