@@ -70,7 +70,8 @@ void Tuner::agreed(const std::vector<Entry*>& ready, const Conditions& condition
   for (const Entry* entry : ready) {
     const Description& d = entry->description;
     if (!d.times.empty()) on_times(d.times, conditions);
-    if (!d.gradient || state_ == State::kSettled) continue;
+    // Of an allgather (of a sparse gradient) every rank knows its own rows alone.
+    if (!d.gradient || d.kind != Kind::kAllreduce || state_ == State::kSettled) continue;
     if (first_.empty()) first_ = *entry->text;
     if (*entry->text == first_) begin_step(conditions, now_ns);
     for (const TensorDescription& tensor : d.tensors) bytes_ += tensor.bytes();

@@ -209,6 +209,44 @@ TEST(Tuner, FusionIsAPartOfAStepsGradients) {
   EXPECT_EQ(steps.tuner.in_force().tuning.bucket_bytes, 10 * kMiB) << "HOROVOD_FUSION_THRESHOLD, too";
 }
 
+struct Gradient {
+  std::string name;
+  size_t bytes;
+  perseus::Kind kind = perseus::Kind::kAllreduce;
+};
+
+// What one rank knows of gradients that rounds make ready one after the other.
+void agree(Tuner* tuner, const std::vector<Gradient>& gradients) {
+  for (const Gradient& gradient : gradients) {
+    perseus::Entry entry;
+    entry.text = &gradient.name;
+    entry.description.kind = gradient.kind;
+    entry.description.gradient = true;
+    entry.description.tensors.push_back({perseus::DType::kUInt8, {static_cast<int64_t>(gradient.bytes)}});
+    tuner->agreed({&entry}, {}, 1);
+  }
+}
+
+TEST(Tuner, RowsThatEachRankHasOfASparseGradientDecideNothing) {
+  TunerSettings settings = tries_all();
+  for (const int64_t parts : {0, 4}) {
+    settings.parts = parts;
+    Tuner tuners[] = {Tuner(settings), Tuner(settings)};
+    for (size_t step = 0; step < 20; ++step) {
+      for (size_t rank = 0; rank < 2; ++rank) {
+        const Gradient rows{"s", (1 + rank * step) * kMiB, perseus::Kind::kAllgather};
+        agree(&tuners[rank], {rows, {"a", 32 * kMiB}, {"b", 32 * kMiB}});
+      }
+      EXPECT_EQ(tuners[0].in_force().tuning, tuners[1].in_force().tuning) << "step " << step;
+      EXPECT_EQ(tuners[0].trying(), tuners[1].trying()) << "step " << step;
+    }
+    for (Tuner& tuner : tuners) {
+      EXPECT_TRUE(tuner.has_times());
+      EXPECT_EQ(tuner.in_force().tuning.bucket_bytes, parts == 0 ? Tuning().bucket_bytes : 16 * kMiB + 1);
+    }
+  }
+}
+
 // ---- the whole of it ----
 
 constexpr size_t kGradients = 6, kElements = 200000;  // 4.6 MiB
@@ -397,6 +435,56 @@ TEST(TunedWorld, WhoHasJoinedSettlesWithTheOthers) {
       options);
   EXPECT_GT(content(log).size(), perseus::tuner_log_header().size()) << "it has not settled";
   std::remove(log.c_str());
+}
+
+// Of which each rank has other rows in each step.
+TEST(TunedWorld, SparseGradientsLeaveRanksWithOneChoice) {
+  for (const char* parts : {"0", "4"}) {
+    WorldOptions options;
+    options.overrides = {"HOROVOD_AUTOTUNE=1", "GLOO_TIMEOUT_SECONDS=10",
+                         std::string("PERSEUS_ALLREDUCE_FUSION=") + parts};
+    run_world(
+        all_media()[0], 2,
+        [&](int rank, perseus_context* context) {
+          constexpr size_t kDense = 8;
+          const int64_t count = 65536;
+          std::vector<float> dense(kDense * static_cast<size_t>(count)), rows;
+          for (int step = 0; step < 16; ++step) {
+            std::vector<perseus_handle> handles(kDense + 1);
+            for (size_t i = 0; i < dense.size(); ++i)
+              dense[i] = static_cast<float>((i + static_cast<size_t>(step)) % 1000 << rank);
+            for (size_t g = 0; g < kDense; ++g) {
+              float* data = dense.data() + g * static_cast<size_t>(count);
+              const perseus_tensor tensor{data, data, &count, 1, PERSEUS_FLOAT32};
+              const std::string name = "d" + std::to_string(g);
+              perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
+              request.gradient_of = 1;
+              ASSERT_EQ(submit(context, request, &handles[g]).code, PERSEUS_OK);
+            }
+            const int64_t mine = 64 + 1000 * rank * (step % 3);
+            rows.assign(static_cast<size_t>(mine), static_cast<float>(10 * step + rank));
+            const perseus_tensor sparse{rows.data(), nullptr, &mine, 1, PERSEUS_FLOAT32};
+            perseus_request request = request_of(PERSEUS_ALLGATHER, "values", &sparse, 1);
+            request.gradient_of = 1;
+            ASSERT_EQ(submit(context, request, &handles[kDense]).code, PERSEUS_OK);
+            for (const perseus_handle handle : handles) {
+              const Outcome outcome = wait(context, handle);
+              ASSERT_EQ(outcome.code, PERSEUS_OK) << "step " << step << ": " << outcome.message;
+            }
+            perseus_output all{};
+            all.struct_size = sizeof all;
+            ASSERT_EQ(perseus_handle_output(context, handles[kDense], 0, &all), PERSEUS_OK);
+            ASSERT_EQ(all.size, static_cast<size_t>(128 + 1000 * (step % 3)) * sizeof(float));
+            const float* gathered = static_cast<const float*>(all.data);
+            for (size_t i = 0; i < all.size / sizeof(float); ++i)
+              ASSERT_EQ(gathered[i], static_cast<float>(10 * step + (i < 64 ? 0 : 1))) << "row " << i;
+            for (size_t i = 0; i < dense.size(); ++i)
+              ASSERT_EQ(dense[i], static_cast<float>((i + static_cast<size_t>(step)) % 1000 * 3)) << "element " << i;
+            for (const perseus_handle handle : handles) perseus_handle_release(context, handle);
+          }
+        },
+        options);
+  }
 }
 
 TEST(TunedWorld, AReplayedChoiceIsUsedFromTheStart) {
