@@ -72,15 +72,32 @@ void Tuner::agreed(const std::vector<Entry*>& ready, const Conditions& condition
     if (!d.times.empty()) on_times(d.times, conditions);
     // Of an allgather (of a sparse gradient) every rank knows its own rows alone.
     if (!d.gradient || d.kind != Kind::kAllreduce || state_ == State::kSettled) continue;
-    if (first_.empty()) first_ = *entry->text;
-    if (*entry->text == first_) begin_step(conditions, now_ns);
+    if (begins_step(*entry->text)) begin_step(conditions, now_ns);
     for (const TensorDescription& tensor : d.tensors) bytes_ += tensor.bytes();
+    if (step_ > 1 && bytes_ > step_bytes_ && (state_ == State::kCounting || state_ == State::kTrying))
+      settle(candidates_[0], "steps differ in what they move");
   }
+}
+
+// If another gradient comes again before the first one does, what came before it was no step of the training that goes
+// on, and the first step begins once more. Where steps differ in their order, it ends there the second time.
+bool Tuner::begins_step(const std::string& name) {
+  if (step_ > 1) return name == first_;
+  const bool again = !names_.insert(name).second;
+  if (!again && !first_.empty()) return false;
+  if (again && name != first_ && !begun_again_) {
+    begun_again_ = true;
+    step_ = 0;
+    names_ = {name};
+  }
+  first_ = name;
+  return true;
 }
 
 void Tuner::begin_step(const Conditions& conditions, int64_t now_ns) {
   ++step_;
   if (step_ == 2) {
+    names_.clear();
     step_bytes_ = bytes_;
     in_parts_ = settings_.parts > 0;
     if (in_parts_)

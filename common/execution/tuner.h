@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "base/config.h"
@@ -97,6 +98,7 @@ class Tuner {
  private:
   enum class State { kCounting, kTrying, kTelling, kSettled };
 
+  bool begins_step(const std::string& name) PERSEUS_REQUIRES(progress_lock);
   void begin_step(const Conditions& conditions, int64_t now_ns) PERSEUS_REQUIRES(progress_lock);
   void choose_candidates(const Conditions& conditions) PERSEUS_REQUIRES(progress_lock);
   void next_trial(int64_t now_ns) PERSEUS_REQUIRES(progress_lock);
@@ -108,6 +110,8 @@ class Tuner {
   Tuning now_ PERSEUS_GUARDED_BY(progress_lock);
   State state_ PERSEUS_GUARDED_BY(progress_lock) = State::kCounting;
   std::string first_ PERSEUS_GUARDED_BY(progress_lock);  // the gradient that became ready first: with it a step begins
+  std::unordered_set<std::string> names_ PERSEUS_GUARDED_BY(progress_lock);  // of the first step so far
+  bool begun_again_ PERSEUS_GUARDED_BY(progress_lock) = false;               // the first step
   uint64_t step_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   bool in_parts_ PERSEUS_GUARDED_BY(progress_lock) = false;           // see InForce
   size_t bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;                // of this step so far

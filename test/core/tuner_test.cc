@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <functional>
@@ -247,6 +248,43 @@ TEST(Tuner, RowsThatEachRankHasOfASparseGradientDecideNothing) {
   }
 }
 
+TEST(Tuner, WhatComesBeforeTheTrainingIsNoStepOfIt) {
+  const std::vector<Gradient> once{{"a", 8 * kMiB}, {"b", 8 * kMiB}};
+  const std::vector<Gradient> training{{"c", 32 * kMiB}, {"d", 16 * kMiB}, {"e", 16 * kMiB}};
+  TunerSettings settings = tries_all();
+  settings.parts = 4;
+  Tuner tuner(settings);
+  agree(&tuner, once);
+  for (int step = 0; step < 30 && !tuner.has_times(); ++step) agree(&tuner, training);
+  ASSERT_TRUE(tuner.has_times());
+  EXPECT_EQ(tuner.in_force().tuning.bucket_bytes, 16 * kMiB + 1);
+}
+
+TEST(Tuner, GivesUpWhereTheFirstGradientDoesNotComeAgain) {
+  for (const int earlier : {2, 3, 4, 5, 8}) {
+    SCOPED_TRACE(earlier);
+    Tuner tuner(tries_all());
+    for (int step = 0; step < earlier; ++step) agree(&tuner, {{"a", 32 * kMiB}, {"b", 32 * kMiB}});
+    for (int step = 0; step < 3; ++step) agree(&tuner, {{"c", 32 * kMiB}, {"d", 16 * kMiB}});
+    EXPECT_FALSE(tuner.trying());
+    EXPECT_EQ(tuner.in_force().tuning, Tuning());
+    EXPECT_NE(tuner.take_decision().why.find("steps differ"), std::string::npos);
+  }
+}
+
+TEST(Tuner, AnOrderThatChangesEveryStepHidesNoStep) {
+  std::vector<Gradient> gradients{{"a", 8 * kMiB}, {"b", 16 * kMiB}, {"c", 40 * kMiB}};
+  TunerSettings settings;
+  settings.parts = 4;
+  Tuner tuner(settings);
+  for (int step = 0; step < 4; ++step) {
+    agree(&tuner, gradients);
+    std::rotate(gradients.begin(), gradients.begin() + 1, gradients.end());
+  }
+  EXPECT_FALSE(tuner.trying());
+  EXPECT_EQ(tuner.in_force().tuning.bucket_bytes, 16 * kMiB + 1);
+}
+
 // ---- the whole of it ----
 
 constexpr size_t kGradients = 6, kElements = 200000;  // 4.6 MiB
@@ -482,6 +520,49 @@ TEST(TunedWorld, SparseGradientsLeaveRanksWithOneChoice) {
               ASSERT_EQ(dense[i], static_cast<float>((i + static_cast<size_t>(step)) % 1000 * 3)) << "element " << i;
             for (const perseus_handle handle : handles) perseus_handle_release(context, handle);
           }
+        },
+        options);
+  }
+}
+
+// A trial run or a search for the learning rate, say, whose gradients have other names.
+TEST(TunedWorld, AnEarlierPhaseDoesNotKeepTheTrainingFromASchedule) {
+  for (const int earlier : {1, 2, 6}) {
+    SCOPED_TRACE(earlier);
+    WorldOptions options;
+    options.overrides = {"HOROVOD_AUTOTUNE=1", "PERSEUS_OFFLINE_NEG=1"};
+    run_world(
+        all_media()[0], 2,
+        [&](int rank, perseus_context* context) {
+          const int64_t count = 1024;
+          std::vector<float> gradients(4 * static_cast<size_t>(count));
+          const auto steps = [&](int number, const std::string& phase) {
+            for (int step = 0; step < number; ++step) {
+              for (size_t i = 0; i < gradients.size(); ++i)
+                gradients[i] = static_cast<float>((i + static_cast<size_t>(step)) << rank);
+              perseus_handle handles[4];
+              for (size_t g = 0; g < 4; ++g) {
+                float* data = gradients.data() + g * static_cast<size_t>(count);
+                const perseus_tensor tensor{data, data, &count, 1, PERSEUS_FLOAT32};
+                const std::string name = phase + std::to_string(g);
+                perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
+                request.gradient_of = 1;
+                ASSERT_EQ(submit(context, request, &handles[g]).code, PERSEUS_OK);
+              }
+              for (const perseus_handle handle : handles) {
+                const Outcome outcome = wait(context, handle);
+                ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+                perseus_handle_release(context, handle);
+              }
+              for (size_t i = 0; i < gradients.size(); ++i)
+                ASSERT_EQ(gradients[i], static_cast<float>((i + static_cast<size_t>(step)) * 3)) << "element " << i;
+            }
+          };
+          steps(earlier, "earlier");
+          steps(40, "training");
+          const uint64_t before = stats_of(context).rounds;
+          steps(20, "training");
+          EXPECT_LT(stats_of(context).rounds - before, 5U);
         },
         options);
   }
