@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 
 #include "base/clock.h"
+#include "base/error.h"
 
 namespace perseus {
 namespace {
@@ -49,6 +51,11 @@ TunerSettings tuner_settings(const Config& config) {
   bool own_buckets = config.given(Var::kFusionThreshold) || settings.parts > 0;
   bool own_streams = config.given(Var::kStreams), replays = config.is_set(Var::kTunerReplay);
   if (replays) {
+    std::error_code none;
+    if (std::filesystem::equivalent(config.text(Var::kTunerReplay), config.text(Var::kAutotuneLog), none))
+      fail(ErrorKind::kInvalidArgument, "[tuner] PERSEUS_TUNER_REPLAY='" + config.text(Var::kTunerReplay) +
+                                            "' is also HOROVOD_AUTOTUNE_LOG, which a new job begins anew: write the "
+                                            "log to another file, or none");
     const Tuning replayed = read_tuner_log(config.text(Var::kTunerReplay));
     if (!own_buckets) settings.start.bucket_bytes = replayed.bucket_bytes;
     if (!own_streams) settings.start.streams = replayed.streams;

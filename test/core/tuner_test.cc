@@ -604,4 +604,24 @@ TEST(TunedWorld, AFileThatCannotBeReplayedIsOneClearError) {
   std::remove(path.c_str());
 }
 
+// Rank 0 would empty it before others have read it.
+TEST(TunedWorld, AFileThatIsReplayedIsNotWrittenToo) {
+  const std::string path = temporary("both.csv"), link = temporary("link.csv");
+  const std::string chosen = perseus::tuner_log_header() + "3,1000000,2,30,0.500000,10.000,1\n";
+  std::ofstream(path) << chosen;
+  ASSERT_EQ(symlink(path.c_str(), link.c_str()), 0);
+  for (const std::string& written : {path, link}) {
+    perseus_context* context = nullptr;
+    EXPECT_EQ(create_context(all_media()[0], unique_name(), 0, 1, 0,
+                             {"PERSEUS_TUNER_REPLAY=" + path, "HOROVOD_AUTOTUNE_LOG=" + written}, &context),
+              PERSEUS_INVALID_ARGUMENT);
+    const std::string message = perseus_error_message();
+    EXPECT_NE(message.find("PERSEUS_TUNER_REPLAY='" + path + "' is also HOROVOD_AUTOTUNE_LOG"), std::string::npos)
+        << message;
+    EXPECT_EQ(content(path), chosen);
+  }
+  std::remove(link.c_str());
+  std::remove(path.c_str());
+}
+
 }  // namespace
