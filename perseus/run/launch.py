@@ -339,7 +339,10 @@ class Launcher:
             events = self._selector.select(self._seconds_to_deadline())
             now = time.monotonic()
             for key, _ in events:
-                data = os.read(key.fd, _CHUNK)
+                try:
+                    data = os.read(key.fd, _CHUNK)
+                except BlockingIOError:  # _agent_ended has read it in the same round
+                    continue
                 if key.data is not None:
                     act, host = key.data
                     host.alive_at = max(host.alive_at, now)
