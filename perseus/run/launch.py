@@ -360,7 +360,7 @@ class Launcher:
         deadlines = [due for stream in self._streams.values() if (due := stream.due())]
         deadlines += [self._kill_at] if self._kill_at else []
         deadlines += [host.start_by for host in self._silent_since_start()]
-        deadlines += [host.alive_at + self._job.silence for host in self._monitored_hosts()]
+        deadlines += [self._silent_at(host) for host in self._monitored_hosts()]
         return deadlines
 
     def _seconds_to_deadline(self) -> float:
@@ -401,20 +401,32 @@ class Launcher:
         """Return the hosts that must send heartbeats."""
         return [host for host in self._hosts if host.given_job and not (host.local or host.gone)]
 
+    def _silent_at(self, host: HostLink) -> float:
+        """Return when a host will have been silent for too long."""
+        if host.running:
+            return host.alive_at + self._job.silence
+        return host.alive_at + self._job.silence / agent.HEARTBEATS + _AGENT_GRACE
+
     def _give_up_silent_hosts(self, now: float) -> None:
-        """End the job if a host has been silent for too long.
+        """End the job if a host has been silent for too long while its ranks ran.
+
+        Without ranks, its agent has ended, but something that the login shell has started may keep
+        the connection open.
 
         now: a time.monotonic() up to which all frames have been read.
         """
         for host in self._monitored_hosts():
-            if now >= host.alive_at + self._job.silence:
+            if now < self._silent_at(host):
+                continue
+            if host.running:
                 error = LaunchError(
                     f"{host.name}: no sign of life for {self._job.silence:g} s while ranks "
                     f"{sorted(host.running)} ran: the host or the network to it is down; its "
                     f"ranks end by themselves"
                 )
                 self._on_lost_hosts([host], error)
-                host.kill()
+            host.alive_at = inf
+            host.kill()
 
     def _on_stdout(self, host: HostLink, data: bytes) -> None:
         for kind, number, value in host.reports.read(data):

@@ -1,4 +1,4 @@
-"""perseusrun when the connection to a host breaks."""
+"""perseusrun when the connection to a host breaks, or outlives its agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from perseusrun_command import Running, environment, eventually
 
-from perseus.run import agent
+from perseus.run import agent, launch
+from perseus.run.hosts import Slot
+from perseus.run.job import Job
+from perseus.run.launch import Launcher
 
 _HELLO = {"cores": 2, "ssh_connection": "127.0.0.1 5 127.0.0.1 22"}
 _LINES = b"".join(b"line %04d\n" % i for i in range(6000))  # with prefixes, more than a pipe holds
@@ -57,3 +60,17 @@ def test_a_host_is_lost_while_nobody_reads_the_output(flags: list[str], tmp_path
     assert output.count("1]<stdout>:line ") == 6000
     assert "far: the connection broke while ranks [1] ran: Connection closed by far" in errors
     assert "Traceback" not in errors
+
+
+def test_a_connection_that_outlives_the_agent_does_not_fail_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the login shell has started keeps it open. Of the rank, something is left that ignores
+    SIGTERM and says more after the rank's end."""
+    ssh = 'for last; do :; done; sleep 300 & sh -c "$last"; wait'
+    monkeypatch.setenv("PATH", fake_ssh(tmp_path, ssh))
+    monkeypatch.setattr(launch, "_AGENT_GRACE", 1.5)
+    rank = 'trap "" TERM; (sleep 1.5; echo last) & echo first'
+    job = Job(["sh", "-c", rank], [Slot(0, "far", 0, 1, 0, 1)], silence=3.0)
+    assert Launcher(job).run() == 0
+    assert capfd.readouterr() == ("[0]<stdout>:first\n[0]<stdout>:last\n", "")
