@@ -15,12 +15,14 @@
 #include "bootstrap/launcher_space.h"
 #include "net/addresses.h"
 #include "net/auth.h"
+#include "net/interfaces.h"
 #include "net/poller.h"
 
 namespace perseus {
 namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
+constexpr const char* kFarAway = "192.0.2.1";  // belongs to nobody (RFC 5737)
 // What rank 0 announces: "store at HOST PORT made SECRET" or "store at HOST PORT given NONCE CHECK", else the error
 // that keeps it from starting. A secret that the user gave is never told; perseus/run/bootstrap/announcement.py does
 // the same.
@@ -184,15 +186,18 @@ void refuse_unknown_launcher(const Environment& environment) {
                                             "job with perseusrun, or with mpirun of Open MPI or MPICH");
 }
 
-// This host's address as the others reach it: the interface's, else of the route to one.
-std::string own_address(const std::string& other_host, const Config& config) {
+// This host's address as the others reach it: the interface's, else of the route to one, or to far away, else of any
+// interface. elsewhere: are ranks known to be on other hosts, which do not reach this one's loopback?
+std::string own_address(const std::string& other_host, bool elsewhere, const Config& config) {
   const InterfaceChoice choice(config);
   if (choice.names_some()) return interface_address(choice);
   const std::string here = host_name();
-  for (const std::string& host : {other_host, here}) {
+  for (const std::string& host : {other_host, here, std::string(kFarAway)}) {
     const std::string address = host.empty() ? "" : source_address(host);
-    if (!address.empty() && (other_host.empty() || !is_loopback(address))) return address;
+    if (!address.empty() && !(elsewhere && is_loopback(address))) return address;
   }
+  for (const InterfaceAddress& usable : usable_addresses(choice))
+    if (!usable.loopback && usable.address.family() == AF_INET) return usable.address.host_text();
   return here;
 }
 
@@ -206,7 +211,7 @@ Rendezvous serve(const std::string& host, const Environment& environment, const 
   return rendezvous;
 }
 
-// The first rank's host that is not this one; "" = all ranks are here.
+// The first rank's host whose name is not this one's; "" = all have this name.
 std::string other_host(LauncherSpace& space, int size) {
   const std::string here = to_hex(host_name());
   for (int rank = 1; rank < size; ++rank)
@@ -227,8 +232,9 @@ std::string announcement(const Rendezvous& rendezvous, bool given) {
 Rendezvous announce(LauncherSpace& space, bool local, const Identity& identity, const Environment& environment,
                     const Config& config) {
   try {
-    Rendezvous rendezvous =
-        serve(local ? kLoopback : own_address(other_host(space, identity.size), config), environment, config);
+    const std::string other = local ? "" : other_host(space, identity.size);
+    const bool elsewhere = !other.empty() || identity.local_size > 0;  // hosts may have one name; 0 = unknown
+    Rendezvous rendezvous = serve(local ? kLoopback : own_address(other, elsewhere, config), environment, config);
     const std::string text = to_hex(announcement(rendezvous, gives_secret(environment, config)));
     if (text.size() > space.most_bytes())
       fail(ErrorKind::kInvalidArgument, "[rendezvous] this host's name '" + rendezvous.host +

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,12 +57,13 @@ def test_named_interfaces(
 
 # What rank 0 of two under a PMI, which this plays, and perseusrun take as this host's address.
 _ASK = """
-import json, os, socket, threading
+import json, os, socket, sys, threading
 from perseus import _core
 from perseus.run.bootstrap.addresses import own_address
 
 ours, theirs = socket.socketpair()
-values = {"perseus-host-1": b"other".hex()}
+other = sys.argv[1]
+values = {"perseus-host-1": other.encode().hex()}
 
 def answer(request):
     words = dict(word.split("=", 1) for word in request.split() if "=" in word)
@@ -83,10 +86,8 @@ def serve():
         stream.flush()
 
 threading.Thread(target=serve, daemon=True).start()
-os.environ |= {
-    "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "PMI_FD": str(ours.fileno())
-}
-print(json.dumps([own_address(["other"]), _core.launched_store()[0]]))
+os.environ |= {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": str(ours.fileno())}
+print(json.dumps([own_address([other]), _core.launched_store()[0]]))
 """
 
 # eno1 is down, and without an address; six0 has only one of IPv6.
@@ -100,6 +101,38 @@ ip link add six0 type veth peer name zz0
 ip address add fd00::2/64 dev six0 nodad
 ip link set six0 up
 """
+# The host is node1, whose hosts file has a loopback address for it, as Debian's has.
+_NAMES = """
+hostname node1
+mount --bind "$HOSTS_FILE" /etc/hosts
+mount --bind /dev/null /etc/resolv.conf
+"""
+_ALONE = {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}  # says that the other rank is elsewhere
+_ROUTE = """
+ip address add 10.9.0.1/24 dev zz0
+ip link set zz0 up
+ip route add default dev zz0
+"""
+
+
+def answers(there: str, other: str, **variables: str) -> list[str]:
+    """Return the address of rank 0's host for Python and for C++.
+
+    there: a script that makes the host's network and names. other: the name of rank 1's host.
+    """
+    unshare = ["unshare", "--net", "--uts", "--mount", "sh", "-c"]
+    if subprocess.run([*unshare, _NETWORK], capture_output=True).returncode:
+        pytest.skip("needs root and ip: a network of its own")
+    result = subprocess.run(
+        [*unshare, there + 'exec "$@"', "sh", sys.executable, "-c", _ASK, other],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    found: list[str] = json.loads(result.stdout)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -114,14 +147,26 @@ ip link set six0 up
 def test_the_store_is_at_the_first_named_interface_with_an_address(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
 ) -> None:
-    if subprocess.run(["unshare", "--net", "sh", "-c", _NETWORK], capture_output=True).returncode:
-        pytest.skip("needs root and ip: a network of its own")
     for variable in _VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(name, value)
-    there = ["unshare", "--net", "sh", "-c", _NETWORK + 'exec "$@"', "sh"]
-    result = subprocess.run(
-        [*there, sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == [expected, expected]
+    found = answers(_NETWORK, "other", **_ALONE, **{name: value})
+    assert found == [expected, expected]
+
+
+@pytest.mark.parametrize("other", ["node1", "node2"])
+@pytest.mark.parametrize(
+    ("more", "expected"), [("", "10.0.0.1"), (_ROUTE, "10.9.0.1")], ids=["", "route"]
+)
+def test_the_store_is_not_at_loopback_where_no_name_leads_to_another_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: str, more: str, expected: str
+) -> None:
+    """All hosts are called node1, or node2 is unknown."""
+    for variable in _VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
+    there = _NETWORK + _NAMES + more
+    found = answers(there, other, **_ALONE, HOSTS_FILE=str(hosts))
+    assert found == [expected, expected]
+    if other == "node1":  # it may be that all ranks are on this host
+        assert answers(there, other, HOSTS_FILE=str(hosts))[1] == "127.0.0.1"

@@ -119,22 +119,32 @@ def own_address(hosts: list[str]) -> str:
     """Return the address at which other hosts reach this one.
 
     It is the address of the interface that the user names, else the source address of the route to
-    one of the other hosts, or to far away ones where all hosts have the same name.
+    one of the other hosts, else outward_address(). Names may be unknown to DNS, or the same on all
+    hosts, and many a hosts file gives a host's own name a loopback address.
     """
     if interface := named_interface():
         return reachable_address(interface)
     here = socket.gethostname()
     others = [host for host in hosts if host != here]
-    for host in [*others[:1], here, *([] if others else [_FAR_AWAY])]:
+    for host in [*others[:1], here]:
         address = source_address(host)
         if address is not None and not is_loopback(address):
             return address
-    if not others:
-        for _, name in socket.if_nameindex():
-            address = _address(name)
-            if address is not None and not is_loopback(address):
-                return address
-    return here
+    return outward_address() or here
+
+
+def outward_address() -> str | None:
+    """Return an IPv4 address of this host that others may reach; None if it has only loopback.
+
+    It is the source address of the route to far away hosts, else that of any interface.
+    """
+    for address in (
+        source_address(_FAR_AWAY),
+        *(_address(name) for _, name in socket.if_nameindex()),
+    ):
+        if address is not None and not is_loopback(address):
+            return address
+    return None
 
 
 def is_own_address(host: str) -> bool:
