@@ -13,8 +13,10 @@ from contextlib import suppress
 
 from perseus.run import environment
 from perseus.run.bootstrap.addresses import (
+    is_loopback,
     is_own_address,
     named_interfaces,
+    outward_address,
     reachable_address,
     source_address,
 )
@@ -29,8 +31,8 @@ def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
 
     It is that of the first interface if there is one, loopback if all ranks are on this host, and
     otherwise that of the interface which the user's variables name, or the address from which this
-    host reaches the first other host. Raises LaunchError for an interface that does not exist or
-    has no address.
+    host reaches the first other host to which loopback does not lead, or outward_address(). Raises
+    LaunchError for an interface that does not exist or has no address.
     """
     if interfaces:
         try:
@@ -42,11 +44,16 @@ def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
         return "127.0.0.1"
     if address := address_by_variables():
         return address
-    seen = _hello(others[0]).ssh_connection.split(" ")[0]
-    # sshd reports this host as the origin, unless there is a jump host between them.
-    if "." in seen and is_own_address(seen):
-        return seen
-    return source_address(real_name(others[0].name)) or seen
+    for host in others:
+        seen = _hello(host).ssh_connection.split(" ")[0]
+        # sshd reports this host as the origin, unless a jump host or a tunnel is between them.
+        if "." not in seen or is_loopback(seen) or not is_own_address(seen):
+            seen = source_address(real_name(host.name)) or seen
+        if seen and not is_loopback(seen):
+            return seen
+    # Loopback leads to other names of this host, but also into tunnels, whose other ends do not
+    # reach it; both reach its address.
+    return outward_address() or "127.0.0.1"
 
 
 def address_by_variables() -> str | None:

@@ -8,11 +8,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from perseus.run import host_start
 from perseus.run.bootstrap import addresses
 from perseus.run.bootstrap.addresses import named_interface, named_interfaces
+from perseus.run.reports import Hello
 
 _VARIABLES = (
     "PERSEUS_GLOO_NETWORK_INTERFACE",
@@ -170,3 +174,47 @@ def test_the_store_is_not_at_loopback_where_no_name_leads_to_another_host(
     assert found == [expected, expected]
     if other == "node1":  # it may be that all ranks are on this host
         assert answers(there, other, HOSTS_FILE=str(hosts))[1] == "127.0.0.1"
+
+
+# What sshd of these hosts reports as the origin; 10.0.0.1 and loopback are this host's own.
+_SEEN = {
+    "a": "10.0.0.1",
+    "alias": "127.0.0.1",  # of this host, in ssh's configuration
+    "tunnel": "127.0.0.1",
+    "proxy": "127.0.0.1",
+    "guest": "10.0.2.2",  # the router of a virtual machine
+    "six": "fd00::9",
+    "local": "",
+}
+_SOURCES = {"alias": "127.0.0.1", "tunnel": "127.0.0.1", "guest": "127.0.0.1", "proxy": "10.0.0.2"}
+
+
+@pytest.mark.parametrize("outward", ["10.0.0.3", None])
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("local", "127.0.0.1"),
+        ("local a", "10.0.0.1"),
+        ("alias a", "10.0.0.1"),
+        ("tunnel guest proxy a", "10.0.0.2"),
+        ("six", "fd00::9"),
+        ("alias", None),
+        ("local tunnel", None),
+        ("guest", None),
+    ],
+)
+def test_other_hosts_are_sent_to_loopback_only_if_there_is_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, expected: str | None, outward: str | None
+) -> None:
+    for name in _VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(host_start, "is_own_address", ["10.0.0.1", "127.0.0.1"].__contains__)
+    monkeypatch.setattr(host_start, "real_name", lambda name: f"{name}.example")
+    sources = {f"{name}.example": source for name, source in _SOURCES.items()}
+    monkeypatch.setattr(host_start, "source_address", sources.get)
+    monkeypatch.setattr(host_start, "outward_address", lambda: outward, raising=False)
+    links: list[Any] = [
+        SimpleNamespace(name=name, local=name == "local", hello=Hello(4, f"{_SEEN[name]} 5 x 22"))
+        for name in hosts.split()
+    ]
+    assert host_start.store_address(links, []) == (expected or outward or "127.0.0.1")

@@ -267,14 +267,21 @@ def test_news_stay_in_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("hosts", "address"),
-    [("localhost", "127.0.0.1"), ("localhost,b", "10.1.2.3"), ("localhost,lost", "")],
+    [
+        ("localhost", "127.0.0.1"),
+        ("localhost,b", "10.1.2.3"),
+        ("localhost,tunnel,b", "10.1.2.3"),
+        ("localhost,tunnel", ""),
+        ("localhost,lost", ""),
+    ],
 )
 def test_store_of_fixed_hosts_listens_where_they_see_this_host(
     hosts: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "is_local", lambda name: name == "localhost")
     monkeypatch.setattr(driver, "real_name", lambda name: f"{name}.example")
-    monkeypatch.setattr(driver, "source_address", {"b.example": "10.1.2.3"}.get)
+    sources = {"b.example": "10.1.2.3", "tunnel.example": "127.0.0.1"}
+    monkeypatch.setattr(driver, "source_address", sources.get)
     launcher = driver.ElasticLauncher.__new__(driver.ElasticLauncher)
     launcher._job = SimpleNamespace(interfaces=[])
     fixed = FixedHosts([Host(name, 1) for name in hosts.split(",")])

@@ -16,7 +16,7 @@ from math import inf
 
 from perseus.run import agent, environment, host_start
 from perseus.run.bootstrap import words
-from perseus.run.bootstrap.addresses import source_address
+from perseus.run.bootstrap.addresses import is_loopback, source_address
 from perseus.run.elastic.departures import FAILED_STARTS, Departures, at_fault
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
@@ -101,7 +101,10 @@ class ElasticLauncher(Launcher):
         others = [host.name for host in discovery.find() if not is_local(host.name)]
         if not others:
             return "127.0.0.1"
-        return host_start.address_by_variables() or source_address(real_name(others[0])) or ""
+        found = (source_address(real_name(name)) for name in others)
+        # Loopback may lead into a tunnel, whose other end does not reach it.
+        towards = (address for address in found if address and not is_loopback(address))
+        return host_start.address_by_variables() or next(towards, "")
 
     def _start_and_wait(self) -> None:
         assert self._watch is not None
