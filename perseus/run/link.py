@@ -164,7 +164,9 @@ def is_local(name: str) -> bool:
     here = socket.gethostname().lower()
     if name in ("localhost", "127.0.0.1", "::1", here, here.partition(".")[0]):
         return True
-    return real_name(name) == name and is_own_address(name)
+    if real_name(name) != name:
+        return False
+    return any(is_own_address(name, family) for family in (socket.AF_INET, socket.AF_INET6))
 
 
 def local_command() -> list[str]:

@@ -59,7 +59,8 @@ def test_named_interfaces(
     assert named_interface() == next(iter(expected), None)
 
 
-# What rank 0 of two under a PMI, which this plays, and perseusrun take as this host's address.
+# What Python, and rank 0 of two under a PMI, which this plays, take as this host's address. The
+# argument is the name of the other rank's host.
 _ASK = """
 import json, os, socket, sys, threading
 from perseus import _core
@@ -93,6 +94,13 @@ threading.Thread(target=serve, daemon=True).start()
 os.environ |= {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": str(ours.fileno())}
 print(json.dumps([own_address([other]), _core.launched_store()[0]]))
 """
+# Which of these perseusrun starts without ssh.
+_ASK_LOCAL = """
+import json, sys
+from perseus.run.link import is_local
+
+print(json.dumps([is_local(name) for name in sys.argv[1:]]))
+"""
 
 # eno1 is down, and without an address; six0 has only one of IPv6.
 _NETWORK = """
@@ -119,24 +127,20 @@ ip route add default dev zz0
 """
 
 
-def answers(there: str, other: str, **variables: str) -> list[str]:
-    """Return the address of rank 0's host for Python and for C++.
-
-    there: a script that makes the host's network and names. other: the name of rank 1's host.
-    """
+def asked(there: str, program: str, *arguments: str, **variables: str) -> Any:
+    """Return what a program prints on a host of its own, whose network and names a script makes."""
     unshare = ["unshare", "--net", "--uts", "--mount", "sh", "-c"]
     if subprocess.run([*unshare, _NETWORK], capture_output=True).returncode:
         pytest.skip("needs root and ip: a network of its own")
     result = subprocess.run(
-        [*unshare, there + 'exec "$@"', "sh", sys.executable, "-c", _ASK, other],
+        [*unshare, there + 'exec "$@"', "sh", sys.executable, "-c", program, *arguments],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert result.returncode == 0, result.stderr
-    found: list[str] = json.loads(result.stdout)
-    return found
+    return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_the_store_is_at_the_first_named_interface_with_an_address(
 ) -> None:
     for variable in _VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    found = answers(_NETWORK, "other", **_ALONE, **{name: value})
+    found = asked(_NETWORK, _ASK, "other", **_ALONE, **{name: value})
     assert found == [expected, expected]
 
 
@@ -170,10 +174,16 @@ def test_the_store_is_not_at_loopback_where_no_name_leads_to_another_host(
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
     there = _NETWORK + _NAMES + more
-    found = answers(there, other, **_ALONE, HOSTS_FILE=str(hosts))
+    found = asked(there, _ASK, other, **_ALONE, HOSTS_FILE=str(hosts))
     assert found == [expected, expected]
     if other == "node1":  # it may be that all ranks are on this host
-        assert answers(there, other, HOSTS_FILE=str(hosts))[1] == "127.0.0.1"
+        assert asked(there, _ASK, other, HOSTS_FILE=str(hosts))[1] == "127.0.0.1"
+
+
+def test_an_ipv6_address_of_this_host_needs_no_ssh() -> None:
+    """fd00::3 is another host's in the same network."""
+    found = asked(_NETWORK, _ASK_LOCAL, "fd00::2", "FD00::2", "10.0.0.1", "fd00::3", "10.0.0.2")
+    assert found == [True, True, True, False, False]
 
 
 # What sshd of these hosts reports as the origin; 10.0.0.1 and loopback are this host's own.

@@ -91,14 +91,14 @@ def _ipv6_address(name: str) -> str | None:
     return None
 
 
-def source_address(host: str) -> str | None:
-    """Return the IPv4 address from which this host reaches `host`.
+def source_address(host: str, family: socket.AddressFamily = socket.AF_INET) -> str | None:
+    """Return the address of this family from which this host reaches `host`.
 
     Returns None if the name is unknown or no route leads there.
     """
     try:
-        address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        address = socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0][4]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # for UDP it sends nothing, it only consults the routing table
             return str(probe.getsockname()[0])
     except (OSError, ValueError):  # ValueError: it cannot be a name
@@ -147,15 +147,15 @@ def outward_address() -> str | None:
     return None
 
 
-def is_own_address(host: str) -> bool:
-    """Return whether `host` is a name or an IPv4 address of this host."""
+def is_own_address(host: str, family: socket.AddressFamily = socket.AF_INET) -> bool:
+    """Return whether `host` is a name or an address of this host; its address is of this family."""
     try:
-        address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+        address = str(socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0][4][0])
     except (OSError, ValueError):  # ValueError: it cannot be a name
         return False
     # What this host sends to itself comes from the address it goes to. (Binding tells nothing where
     # net.ipv4.ip_nonlocal_bind allows addresses of others.)
-    return is_loopback(str(address[0])) or source_address(str(address[0])) == address[0]
+    return is_loopback(address) or source_address(address, family) == address
 
 
 def is_loopback(host: str) -> bool:
