@@ -2,6 +2,7 @@
 #include "transport/shared_segment.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,16 +19,29 @@
 namespace perseus {
 namespace {
 
-// Returns an error number. A reservation that a signal interrupts begins again, which a profiler's timer could do for
-// ever.
-int reserve(int fd, off_t bytes) {
-  const BlockedSignals blocked;
+// Returns an error number.
+int set_size(int fd, off_t bytes) {
   int error;
   do error = ftruncate(fd, bytes) != 0 ? errno : 0;
   while (error == EINTR);
   if (error != 0) return error;
   do error = posix_fallocate(fd, 0, bytes);
   while (error == EINTR);
+  return error;
+}
+
+// Returns an error number. A reservation that a signal interrupts begins again, which a profiler's timer could do for
+// ever.
+int reserve(int fd, off_t bytes) {
+  const BlockedSignals blocked;
+  sigset_t pending, too_large;
+  sigpending(&pending);
+  sigemptyset(&too_large);
+  sigaddset(&too_large, SIGXFSZ);
+  const int error = set_size(fd, bytes);
+  // The kernel's signal says the same, and would end a program that can do without this memory.
+  const timespec at_once{};
+  if (error == EFBIG && sigismember(&pending, SIGXFSZ) == 0) sigtimedwait(&too_large, nullptr, &at_once);
   return error;
 }
 
@@ -40,8 +54,8 @@ SharedSegment::SharedSegment(size_t bytes) : size_(bytes) {
   if (error != 0) {
     const std::string what = "[shm] cannot reserve " + std::to_string(bytes / 1024) + " KiB of shared memory";
     if (error == EMFILE || error == ENFILE) fail(ErrorKind::kIo, what + ": " + error_text(error));
-    fail(ErrorKind::kIo, what + " (" + error_text(error) +
-                             "): raise the container's or job's memory limit, or set PERSEUS_TRANSPORT=tcp");
+    const char* limit = error == EFBIG ? "limit on file sizes (ulimit -f)" : "container's or job's memory limit";
+    fail(ErrorKind::kIo, what + " (" + error_text(error) + "): raise the " + limit + ", or set PERSEUS_TRANSPORT=tcp");
   }
   map();
 }

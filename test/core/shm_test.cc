@@ -1,6 +1,7 @@
 // The shared-memory transport by itself: how ranks of a host meet among pending connections, what descriptors they
 // keep, and what happens when the kernel refuses memory, descriptors or room in a socket.
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -264,6 +265,25 @@ TEST(Shm, AForkedChildUnmapsNothingOfItsOwn) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 77);
+}
+
+TEST(Shm, ALimitOnFileSizesIsAnErrorAndNoSignal) {
+  const pid_t child = fork();
+  if (child == 0) {
+    signal(SIGXFSZ, SIG_DFL);
+    const rlimit limit{4096, 4096};
+    if (setrlimit(RLIMIT_FSIZE, &limit) != 0) _exit(1);
+    try {
+      const SharedSegment segment(1 << 20);
+    } catch (const Error& error) {
+      _exit(std::string(error.what()).find("limit on file sizes (ulimit -f)") != std::string::npos ? 77 : 2);
+    }
+    _exit(3);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
   EXPECT_EQ(WEXITSTATUS(status), 77);
 }
 
