@@ -5,7 +5,8 @@
 
 namespace perseus {
 
-// Boot id and network namespace: equal exactly where abstract UNIX sockets of one reach the other.
+// Boot id and network namespace: equal exactly where abstract UNIX sockets of one reach the other. Without a boot id,
+// the host's name stands in for it.
 std::string host_identity();
 
 }  // namespace perseus

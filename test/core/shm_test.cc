@@ -1,8 +1,10 @@
 // The shared-memory transport by itself: how ranks of a host meet among pending connections, what descriptors they
 // keep, and what happens when the kernel refuses memory, descriptors or room in a socket.
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -14,6 +16,7 @@
 
 #include "net/socket.h"
 #include "tcp_ranks.h"
+#include "topology/host.h"
 #include "transport/shared_segment.h"
 #include "world.h"
 
@@ -285,6 +288,34 @@ TEST(Shm, ALimitOnFileSizesIsAnErrorAndNoSignal) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
   EXPECT_EQ(WEXITSTATUS(status), 77);
+}
+
+// The identity of a host with this name whose kernel shows no boot id; "" without the right to make one.
+std::string identity_without_boot_id(const std::string& name) {
+  int ends[2];
+  if (pipe(ends) != 0) return "";
+  const pid_t child = fork();
+  if (child == 0) {
+    if (unshare(CLONE_NEWNS | CLONE_NEWUTS) != 0 || mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        mount("/dev/null", "/proc/sys/kernel/random/boot_id", nullptr, MS_BIND, nullptr) != 0 ||
+        sethostname(name.data(), name.size()) != 0)
+      _exit(1);
+    const std::string identity = host_identity();
+    _exit(write(ends[1], identity.data(), identity.size()) < 0);
+  }
+  close(ends[1]);
+  char text[512];
+  const ssize_t size = read(ends[0], text, sizeof text);
+  close(ends[0]);
+  waitpid(child, nullptr, 0);
+  return std::string(text, size > 0 ? static_cast<size_t>(size) : 0);
+}
+
+TEST(Shm, HostsWithoutABootIdDifferByTheirNames) {
+  const std::string first = identity_without_boot_id("first");
+  if (first.empty()) GTEST_SKIP() << "needs root: a host without a boot id";
+  EXPECT_NE(first, identity_without_boot_id("second"));
+  EXPECT_EQ(first, identity_without_boot_id("first"));
 }
 
 }  // namespace

@@ -186,6 +186,17 @@ def test_an_ipv6_address_of_this_host_needs_no_ssh() -> None:
     assert found == [True, True, True, False, False]
 
 
+def test_hosts_without_a_boot_id_differ_by_their_names() -> None:
+    hidden = "mount --bind /dev/null /proc/sys/kernel/random/boot_id\n"
+    program = (
+        "import json, os; from perseus.run.bootstrap.addresses import host_identity;"
+        "print(json.dumps([host_identity(), os.stat('/proc/self/ns/net').st_ino]))"
+    )
+    for name in ("first", "second"):
+        identity, network = asked(f"hostname {name}\n{hidden}", program)
+        assert identity == f"no-boot-id:{name}:{network}"
+
+
 # What sshd of these hosts reports as the origin; 10.0.0.1 and loopback are this host's own.
 _SEEN = {
     "a": "10.0.0.1",

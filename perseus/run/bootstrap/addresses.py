@@ -110,9 +110,13 @@ def host_identity() -> str:
 
     It is that of common/topology/host.h: containers with networks of their own are hosts.
     """
+    boot_id, network = "", 0
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}:{os.stat('/proc/self/ns/net').st_ino}"
-    return "no-boot-id"
+        boot_id = file.read().strip()
+    with contextlib.suppress(OSError):
+        network = os.stat("/proc/self/ns/net").st_ino
+    # Network namespaces may have the same number on several hosts.
+    return f"{boot_id or f'no-boot-id:{socket.gethostname()}'}:{network}"
 
 
 def own_address(hosts: list[str]) -> str:
