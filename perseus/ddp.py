@@ -21,12 +21,14 @@ _DISTRIBUTED = "torch.distributed"
 _MAKER = "_new_process_group_helper"
 _HANDLERS = "_rendezvous_handlers"
 _OURS = "perseus.torch.distributed"
+_OLDEST = (2, 13)
 
 
 class _Script:
     """What is known of the script of this process."""
 
     is_for_ddp: bool | None = None  # None: not known before its first process group
+    has_group = False
 
 
 def watch() -> None:
@@ -91,6 +93,11 @@ def _follow(distributed: ModuleType) -> None:
         _say("the process group was there before `import perseus`, and stays as it is")
 
 
+def _loads_backend() -> bool:
+    """Whether this torch has what the backend, and what prepares its ranks, import."""
+    return hasattr(sys.modules.get("torch._C._distributed_c10d"), "ErrorType")
+
+
 def follow_rendezvous() -> None:
     """Give scripts the variables of torch's launcher when they make their first process group."""
     handlers = getattr(sys.modules.get(f"{_DISTRIBUTED}.rendezvous"), _HANDLERS, {})
@@ -106,18 +113,34 @@ def _redirecting(maker: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
         if _redirects():
-            choose = import_module(f"{_OURS}.redirect").backend_for
-            rank, asked = given.arguments["group_rank"], given.arguments["backend"]
-            given.arguments["backend"] = choose(asked, rank)
+            backend, said = _backend_for(str(given.arguments["backend"]))
+            if said and not _Script.has_group and given.arguments["group_rank"] == 0:
+                _say(said)
+            _Script.has_group = True
+            given.arguments["backend"] = backend
         return maker(*given.args, **given.kwargs)
 
     return make
 
 
+def _backend_for(asked: str) -> tuple[str, str]:
+    """Return the backend that a process group gets, and what there is to say about it.
+
+    Looks at the version first: old versions of torch lack what the backend itself needs.
+    """
+    version: str = getattr(sys.modules["torch"], "__version__")  # noqa: B009 - no such attribute
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST and "perseus" not in asked:
+        shown = "PyTorch's own backend" if asked == "undefined" else f'"{asked}"'
+        needed = ".".join(map(str, _OLDEST))
+        return asked, f"{shown} stays, because torch {version} is older than {needed}"
+    chosen: tuple[str, str] = import_module(f"{_OURS}.redirect").backend_for(asked)
+    return chosen
+
+
 def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     @wraps(handler)
     def rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        redirects = _redirects()
+        redirects = _redirects() and _loads_backend()
         if not redirects and _OURS not in sys.modules:
             return handler(url, *args, **kwargs)
         launched = import_module(f"{_OURS}.launched")

@@ -11,11 +11,17 @@ from importlib.util import find_spec
 # Module -> what it is called, and how it is installed.
 _FRAMEWORKS = {
     "yaml": ("PyYAML", "pip install pyyaml"),
-    "torch": ("PyTorch", "pip install torch"),
+    "torch": ("PyTorch", "pip install torch (2.1 or newer)"),
     "tensorflow": ("TensorFlow", "pip install tensorflow-cpu (2.15 or newer)"),
     "mxnet": ("MXNet", 'pip install mxnet==1.9.1 "numpy<1.24"'),
     "keras": ("Keras", "pip install keras, and tensorflow-cpu or torch for it to run on"),
     "tf_keras": ("tf_keras", "pip install tf_keras, or unset TF_USE_LEGACY_KERAS for Keras 3"),
+}
+# Module -> the oldest version that is served, and the first one that no longer is.
+_SERVED = {
+    "torch": ((2, 1), None),
+    "tensorflow": ((2, 15), None),
+    "mxnet": ((1, 9), (1, 10)),
 }
 
 
@@ -31,3 +37,25 @@ def missing(module: str, remedy: str = "") -> ModuleNotFoundError:
     return ModuleNotFoundError(
         f"[{module}] {name} is not installed: {command}{remedy}", name=module
     )
+
+
+def require_served(module: str, version: str) -> None:
+    """ImportError, with what is needed, for a version of a framework that is not served."""
+    if reason := unserved(module, version):
+        raise ImportError(f"[{module}] {reason}", name=module)
+
+
+def unserved(module: str, version: str) -> str:
+    """Return why a version of a framework is not served; "" if it is."""
+    name, command = _FRAMEWORKS[module]
+    oldest, beyond = _SERVED[module]
+    given = tuple(int(part) for part in version.split(".")[:2])
+    if beyond is not None and not oldest <= given < beyond:
+        return (
+            f"{name} {version} is not served, its engine is called in another way than that of "
+            f"{'.'.join(map(str, oldest))}: {command}"
+        )
+    if given < oldest:
+        needed = ".".join(map(str, oldest))
+        return f"{name} {version} is too old: Perseus needs {needed} or newer"
+    return ""

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from perseus import basics
-from perseus.installed import require
+from perseus.installed import require, require_served
 from perseus.operations import Kind
 
-_SERVED = (1, 9)
 path = Path(__file__).resolve().parent.parent / "libperseus_mxnet.so"
 
 ALLREDUCE = Kind.ALLREDUCE
@@ -59,11 +58,7 @@ def _import_mxnet() -> Any:
     require("mxnet")
     import mxnet
 
-    if tuple(int(part) for part in mxnet.__version__.split(".")[:2]) != _SERVED:
-        raise ImportError(
-            f"[mxnet] MXNet {mxnet.__version__} is not served, its engine is called in another "
-            f'way than that of 1.9: pip install mxnet==1.9.1 "numpy<1.24"'
-        )
+    require_served("mxnet", mxnet.__version__)
     return mxnet
 
 

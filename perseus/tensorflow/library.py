@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from perseus import basics
+from perseus.installed import require_served
 from perseus.memory import keep_freed_memory
 from perseus.tensorflow import xla
 
-_OLDEST = (2, 15)
 _OWNED_COMPLETIONS = (2, 22)  # see frameworks/tensorflow/completion.h
 _LIBRARY = Path(__file__).resolve().parent.parent / "libperseus_tensorflow.so"
 
@@ -42,12 +42,8 @@ def _import_tensorflow() -> tuple[Any, tuple[int, int]]:
     """Return TensorFlow and its version. Raises ImportError if it is too old."""
     import tensorflow
 
+    require_served("tensorflow", tensorflow.__version__)
     major, minor = (int(part) for part in tensorflow.__version__.split(".")[:2])
-    if (major, minor) < _OLDEST:
-        raise ImportError(
-            f"[tensorflow] TensorFlow {tensorflow.__version__} is too old: Perseus needs 2.15 or "
-            f"newer"
-        )
     return tensorflow, (major, minor)
 
 

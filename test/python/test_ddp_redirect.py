@@ -98,6 +98,28 @@ print(dist.get_backend())
 
 
 @pytest.mark.parametrize(
+    ("asked", "backend", "said"),
+    [
+        ('"gloo", ', "gloo", '"gloo" stays, because torch 2.5.1 is older than 2.13'),
+        ("", "undefined", "PyTorch's own backend stays, because torch 2.5.1 is older than 2.13"),
+    ],
+)
+def test_a_torch_that_is_too_old_keeps_its_backend_and_rank_0_says_so_once(asked, backend, said):
+    """It lacks what the backend itself imports."""
+    first = """
+import os, sys, perseus, torch, torch.distributed
+torch.__version__ = "2.5.1"
+del torch._C._distributed_c10d.ErrorType
+sys.modules["perseus.torch"] = None
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+"""
+    from_environment = GROUP.replace("store=dist.HashStore(), rank=0, world_size=1", "")
+    done = run(first + from_environment.format(asked=asked))
+    assert done.stdout.split() == [backend, "gloo"] * 2
+    assert done.stderr.count("[perseus]") == done.stderr.count(said) == 1
+
+
+@pytest.mark.parametrize(
     ("asked", "accelerator", "version", "backend", "said"),
     [
         ("undefined", None, (2, 13), "perseus", 'in place of PyTorch\'s own backend'),
@@ -116,7 +138,6 @@ print(dist.get_backend())
         ("gloo", "xpu", (2, 14), "cpu:perseus,xpu:gloo", 'xpu tensors through "gloo"$'),
         ("cpu:gloo,cuda:nccl", "cuda", (2, 14), "cpu:perseus,cuda:nccl", 'through "nccl"'),
         ("nccl", "cuda", (2, 13), "nccl", "only torch 2.14 and later"),
-        ("gloo", None, (2, 12), "gloo", "older than 2.13"),
         ("mpi", None, (2, 15), "mpi", "in place|gloo and nccl only"),
         ("xpu:xccl", "xpu", (2, 15), "xpu:xccl", "gloo and nccl only"),
     ],
@@ -124,7 +145,7 @@ print(dist.get_backend())
 def test_what_cannot_be_redirected_is_said(asked, accelerator, version, backend, said):
     nvidia = accelerator == "cuda"
     accelerator = "cuda" if accelerator == "rocm" else accelerator
-    choice = choose(asked, accelerator, "nccl", version, beside=version >= (2, 14), nvidia=nvidia)
+    choice = choose(asked, accelerator, "nccl", beside=version >= (2, 14), nvidia=nvidia)
     assert choice.backend == backend
     assert bool(choice.said) == bool(said)
     assert re.search(said, choice.said)

@@ -52,6 +52,20 @@ def test_a_missing_framework_is_named_with_its_command(framework, modules, messa
         assert said(module, framework).startswith(message), module
 
 
+def test_a_torch_that_is_too_old_is_named():
+    program = """
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].__version__ = "2.0.1+cu117"
+try:
+    import perseus.torch
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[torch] PyTorch 2.0.1+cu117 is too old: Perseus needs 2.1 or newer\n"
+
+
 def test_a_missing_legacy_keras_is_named_with_its_command():
     found = said("perseus.keras", "tf_keras", TF_USE_LEGACY_KERAS="1")
     assert "tf_keras is not installed: pip install tf_keras, or unset TF_USE_LEGACY_KERAS" in found

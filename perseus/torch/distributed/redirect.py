@@ -5,7 +5,6 @@ Belongs to the main thread.
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch.distributed import Backend
 from perseus.torch.distributed.backend import IS_BACKEND, NAME, register
 
 _REPLACED = {"gloo", "nccl", "undefined"}  # "undefined" is torch's name for none given
-_OLDEST = (2, 13)
 
 
 class Choice(NamedTuple):
@@ -24,30 +22,20 @@ class Choice(NamedTuple):
     said: str
 
 
-class _Said:
-    once = False
-
-
-def backend_for(asked: str, rank: int) -> str:
-    """Return the backend that a new process group gets. Rank 0 says so once, on stderr."""
+def backend_for(asked: str) -> Choice:
+    """Return the backend that a new process group gets."""
     register()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     accelerator = None if device is None else device.type
     usual = Backend.default_device_backend_map.get(accelerator or "cpu", "gloo")
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     nvidia = accelerator == "cuda" and torch.version.hip is None
-    choice = choose(str(asked), accelerator, usual, version, beside=IS_BACKEND, nvidia=nvidia)
-    if choice.said and not _Said.once and rank == 0:
-        print(f"[perseus] torch.distributed: {choice.said} (docs/ddp.md)", file=sys.stderr)
-    _Said.once = True
-    return choice.backend
+    return choose(asked, accelerator, usual, beside=IS_BACKEND, nvidia=nvidia)
 
 
 def choose(
     asked: str,
     accelerator: str | None,
     usual: str,
-    version: tuple[int, ...],
     *,
     beside: bool,
     nvidia: bool,
@@ -56,7 +44,7 @@ def choose(
 
     asked: a backend, or backends by device as in "cpu:gloo,cuda:nccl".
     accelerator: its device type; None without one. usual: the backend that torch would take for it.
-    version: torch's. beside: whether this torch lets other backends be beside ours.
+    beside: whether this torch lets other backends be beside ours.
     nvidia: whether the accelerator is one of NVIDIA's, which Perseus serves.
     """
     by_device = dict(part.split(":", 1) for part in asked.split(",")) if ":" in asked else {}
@@ -66,9 +54,6 @@ def choose(
     shown = "PyTorch's own backend" if asked == "undefined" else f'"{asked}"'
     if not names <= _REPLACED:
         return Choice(asked, f"{shown} stays: Perseus takes the place of gloo and nccl only")
-    if version < _OLDEST:
-        needed = ".".join(map(str, _OLDEST))
-        return Choice(asked, f"{shown} stays, because this torch is older than {needed}")
     others = {device: name for device, name in by_device.items() if device != "cpu"}
     for_host_only = set(by_device) == {"cpu"}
     if not by_device and accelerator is not None:
