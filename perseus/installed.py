@@ -1,4 +1,4 @@
-"""Frameworks that are not installed: one line that says what to install, for every adapter.
+"""What is not installed, or not whole: one line that says what to install, for every adapter.
 
 Looks without importing, so that asking costs nothing. Thread-safe.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 # Module -> what it is called, and how it is installed.
 _FRAMEWORKS = {
@@ -23,6 +24,22 @@ _SERVED = {
     "tensorflow": ((2, 15), None),
     "mxnet": ((1, 9), (1, 10)),
 }
+
+
+class MissingCoreError(ImportError):
+    """This package has no native core for this Python. The message has the remedy."""
+
+
+def remedy() -> str:
+    """Return what helps where a library of this package is missing."""
+    package = Path(__file__).resolve().parent
+    tree = package.parent
+    if (tree / "setup.py").exists() and not any(package.glob("_core.*.so")):
+        return (
+            f"{tree} is the source tree, where nothing is built, and hides an installed package: "
+            f"run elsewhere, or `pip install -e {tree}`"
+        )
+    return "it is not installed whole, or for another Python: pip install Perseus again"
 
 
 def require(module: str) -> None:

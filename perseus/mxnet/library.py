@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus import basics
-from perseus.installed import require, require_served
+from perseus.installed import remedy, require, require_served
 from perseus.operations import Kind
 
 path = Path(__file__).resolve().parent.parent / "libperseus_mxnet.so"
@@ -66,7 +66,7 @@ def _load() -> tuple[Any, Any]:
     """MXNet, and the library's functions."""
     mxnet = _import_mxnet()
     if not path.exists():
-        raise ImportError(f"[mxnet] {path} is missing: pip install Perseus again")
+        raise ImportError(f"[mxnet] {path} is missing: {remedy()}")
     library = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int
     out = ctypes.POINTER

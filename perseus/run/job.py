@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from perseus.compat.common.extensions import env
+from perseus.installed import MissingCoreError
 from perseus.run.agent import GRACE_SECONDS
 from perseus.run.hosts import Slot
 from perseus.run.link import SILENCE_SECONDS
@@ -62,6 +63,8 @@ def checked_core(flags: dict[str, str]) -> Any:
     """
     try:
         core = import_module("perseus._core")
+    except MissingCoreError as error:
+        raise LaunchError(str(error)) from None
     except ImportError as error:
         raise LaunchError(
             f"perseus is not installed whole: {error}; pip install it again"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus import basics
-from perseus.installed import require_served
+from perseus.installed import remedy, require_served
 from perseus.memory import keep_freed_memory
 from perseus.tensorflow import xla
 
@@ -56,7 +56,7 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     from tensorflow.python.framework import auto_control_deps as order
 
     if not _LIBRARY.exists():
-        raise ImportError(f"[tensorflow] {_LIBRARY} is missing: pip install Perseus again")
+        raise ImportError(f"[tensorflow] {_LIBRARY} is missing: {remedy()}")
     # The ops are stateful, so that TensorFlow neither merges equal ones nor folds constants. By
     # default it would also run stateful ops one after the other, but ranks match them by name, so
     # they may run in any order.

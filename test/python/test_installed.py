@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +97,33 @@ def test_building_for_xla_needs_tensorflow():
     assert done.returncode == 1
     assert "TensorFlow is not installed: pip install tensorflow-cpu" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["-c", "from perseus import basics; basics.init()"],
+        ["-m", "perseus.run", "-np", "1", "true"],
+        ["-m", "perseus.run", "--check-build"],
+        [
+            "-c",
+            "from perseus.compat.common.extensions import *; check_extension('x.torch', '', '')",
+        ],
+    ],
+)
+def test_a_source_tree_without_libraries_says_that_it_hides_the_package(program, tmp_path):
+    package = Path(__file__).resolve().parents[2] / "perseus"
+    no_libraries = shutil.ignore_patterns("*.so", "__pycache__", "examples", "patches")
+    shutil.copytree(package, tmp_path / "perseus", ignore=no_libraries)
+
+    def said() -> str:
+        command = [sys.executable, *program]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.stdout + done.stderr
+
+    remedy = f"{tmp_path} is the source tree, where nothing is built, and hides an installed"
+    assert remedy not in said()
+    assert "pip install Perseus again" in said()
+    (tmp_path / "setup.py").touch()
+    assert f"perseus has no native core: {remedy}" in said()
+    assert "install Perseus again" not in said()

@@ -21,6 +21,7 @@ from perseus import basics
 from perseus.arguments import checked_op
 from perseus.errors import HorovodVersionMismatchError, get_version_mismatch_message
 from perseus.gradients.bundles import split
+from perseus.installed import MissingCoreError
 
 __all__ = [
     "EXTENSIONS",
@@ -78,9 +79,8 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     try:
         import_module("perseus._core")
     except ImportError as error:
-        raise ImportError(
-            f"Extension {ext_name} has not been built: {error}; pip install Perseus again"
-        ) from error
+        hint = "" if isinstance(error, MissingCoreError) else "; pip install Perseus again"
+        raise ImportError(f"Extension {ext_name} has not been built: {error}{hint}") from error
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
