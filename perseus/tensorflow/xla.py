@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,7 @@ def place(tensorflow: Any) -> Path:
     for flag in tensorflow.sysconfig.get_compile_flags():
         if not flag.startswith("-I"):
             digest.update(flag.encode())
+    digest.update(repr((platform.machine(), platform.libc_ver())).encode())  # hosts may share it
     version = f"tensorflow-{tensorflow.__version__}-{digest.hexdigest()[:16]}"
     return _cache() / version / "libperseus_xla.so"
 
@@ -70,13 +72,25 @@ def _cache() -> Path:
 
 
 def load(tensorflow: Any) -> ctypes.CDLL | None:
-    """Load the library, which registers its kernels; None if it has not been built."""
-    if not _cache().is_dir():
+    """Load the library, which registers its kernels; None if it has not been built, or cannot load.
+
+    Warns in the latter case: most jobs do without it.
+    """
+    try:
+        cache = _cache()
+    except RuntimeError:  # no home, so nothing has been built there
         return None
-    path = place(tensorflow)
-    if not path.exists():
+    try:
+        if not cache.is_dir() or not (path := place(tensorflow)).exists():
+            return None
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        warnings.warn(
+            f"[xla] the library does not load, so ops cannot be compiled by XLA: {error}; remove "
+            f"it, and build it again with `perseusrun --build-xla`",
+            stacklevel=2,
+        )
         return None
-    library = ctypes.CDLL(str(path))
     library.perseus_xla_attach.argtypes = [ctypes.c_void_p]
     library.perseus_xla_attach.restype = None
     library.perseus_xla_detach.restype = None
