@@ -86,6 +86,7 @@ RENAMED(__isoc23_strtol, strtol, "2.2.5")
 RENAMED(__isoc23_strtoll, strtoll, "2.2.5")
 RENAMED(__isoc23_strtoul, strtoul, "2.2.5")
 RENAMED(__isoc23_strtoull, strtoull, "2.2.5")
+RENAMED(__isoc23_sscanf, __isoc99_sscanf, "2.7")
 
 extern "C" {
 

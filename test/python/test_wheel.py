@@ -133,6 +133,16 @@ def test_no_symbol_is_newer_than_glibc_2_28(libraries: list[Path]) -> None:
         assert not newer, f"{library.name}: add to common/glibc/older_symbols.cc: {newer}"
 
 
+def test_functions_that_a_new_glibc_renames_are_bound_to_their_old_names() -> None:
+    """On glibc 2.38 and newer, headers turn them into __isoc23_…; this libc's may be older."""
+    sources = [*(ROOT / "common").rglob("*"), *(ROOT / "frameworks").rglob("*")]
+    text = "".join(path.read_text() for path in sources if path.suffix in {".cc", ".h"})
+    used = set(re.findall(r"\b(v?[fs]?w?scanf|(?:str|wcs)to(?:l|ll|ul|ull|imax|umax))\(", text))
+    assert "sscanf" in used
+    bound = set(re.findall(r"^RENAMED\(__isoc23_(\w+),", text, re.MULTILINE))
+    assert used <= bound, f"add to common/glibc/older_symbols.cc: {used - bound}"
+
+
 def test_only_the_interface_is_visible(libraries: list[Path]) -> None:
     extension, caffe, core, mxnet, tensorflow = libraries
     assert visible_symbols(extension) == ["PyInit__core"]
