@@ -6,6 +6,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
+ifneq ($(shell [[ "$$PWD" == *[[:space:]\(\)\&\;\'\"]* ]] && echo unquoted),)
+$(error make needs a path without spaces, parentheses, quotes, & and ;: move this folder, or use pip install)
+endif
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
