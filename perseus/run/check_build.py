@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 
 from perseus.errors import HorovodInternalError
+from perseus.installed import unserved
 from perseus.run import mpirun
 from perseus.run.job import LaunchError
 
@@ -22,7 +23,11 @@ def report(version: str) -> str:
     native, fact = _core()
     has_gpus, gpus = _cuda() if native else (False, "")
     has_nccl, nccl = _nccl() if has_gpus else (False, "")
-    frameworks = [(name, _found(module) and _found(ours)) for name, module, ours in _FRAMEWORKS]
+    reasons = [_unserved(module) for _, module, _ in _FRAMEWORKS]
+    frameworks = [
+        (name, _found(module) and _found(ours) and not reason)
+        for (name, module, ours), reason in zip(_FRAMEWORKS, reasons, strict=True)
+    ]
     sections = (
         ("Available Frameworks", frameworks),
         ("Available Controllers", [("MPI", _found("mpi4py")), ("Gloo", native)]),
@@ -43,7 +48,7 @@ def report(version: str) -> str:
     for title, entries in sections:
         lines += ["", f"{title}:"]
         lines += [f"    [{'X' if there else ' '}] {name}" for name, there in entries]
-    return "\n".join([*lines, "", *filter(None, (gpus, nccl, fact))])
+    return "\n".join([*lines, "", *filter(None, (*reasons, gpus, nccl, fact))])
 
 
 def _core() -> tuple[bool, str]:
@@ -83,6 +88,16 @@ def _has_mpirun() -> bool:
     except LaunchError:
         return False
     return True
+
+
+def _unserved(module: str) -> str:
+    """Return why the installed version of a framework cannot be served; "" otherwise.
+
+    A framework takes seconds to import, so this asks what pip knows of it.
+    """
+    named = metadata.packages_distributions().get(module, [])
+    versions = {metadata.version(name) for name in named if name.startswith(module)}
+    return unserved(module, versions.pop()) if len(versions) == 1 else ""
 
 
 def _found(module: str) -> bool:

@@ -102,6 +102,25 @@ def test_check_build_has_the_sections_that_scripts_look_for() -> None:
     assert "Kernels for this processor: " in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("version", "mark"), [("1.8.0", " "), ("1.9.1", "X"), ("2.0.0b1", " "), (None, "X")]
+)
+def test_check_build_marks_no_framework_whose_version_is_not_served(
+    version: str | None, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mxnet").mkdir()
+    (tmp_path / "mxnet" / "__init__.py").write_text("raise AssertionError")
+    if version is not None:
+        known = tmp_path / "mxnet_cu112.dist-info"
+        known.mkdir()
+        (known / "METADATA").write_text(f"Name: mxnet-cu112\nVersion: {version}\n")
+        (known / "top_level.txt").write_text("mxnet\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    report = check_build.report("0.1.0")
+    assert f"    [{mark}] MXNet\n" in report
+    assert (f"\nMXNet {version} is not served" in report) == (mark == " ")
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_check_build_offers_the_operations_of_an_mpirun_that_is_there(
     monkeypatch: pytest.MonkeyPatch, there: bool
