@@ -14,7 +14,7 @@ _FRAMEWORKS = {
     "yaml": ("PyYAML", "pip install pyyaml"),
     "torch": ("PyTorch", "pip install torch (2.1 or newer)"),
     "tensorflow": ("TensorFlow", "pip install tensorflow-cpu (2.15 or newer)"),
-    "mxnet": ("MXNet", 'pip install mxnet==1.9.1 "numpy<1.24"'),
+    "mxnet": ("MXNet", 'pip install mxnet==1.9.1 "numpy<1.24", on Python 3.10 or 3.11'),
     "keras": ("Keras", "pip install keras, and tensorflow-cpu or torch for it to run on"),
     "tf_keras": ("tf_keras", "pip install tf_keras, or unset TF_USE_LEGACY_KERAS for Keras 3"),
 }

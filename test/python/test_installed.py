@@ -44,7 +44,7 @@ def said(module: str, *hidden: str, **environment: str) -> str:
                         "perseus.tensorflow.keras", "perseus.tensorflow.data.compute_service"],
          "tensorflow [tensorflow] TensorFlow is not installed: pip install tensorflow-cpu"),
         ("mxnet", ["perseus.mxnet", "perseus.mxnet.mpi_ops"],
-         'mxnet [mxnet] MXNet is not installed: pip install mxnet==1.9.1 "numpy<1.24"'),
+         'mxnet [mxnet] MXNet is not installed: pip install mxnet==1.9.1 "numpy<1.24", on'),
         ("keras", ["perseus.keras", "perseus.keras.callbacks"],
          "keras [keras] Keras is not installed: pip install keras"),
     ],

@@ -35,7 +35,7 @@ except ImportError as error:
 
 def test_mxnet_is_missing():
     found = said(f"import sys; sys.modules['mxnet'] = None\n{IMPORT}")
-    assert 'MXNet is not installed: pip install mxnet==1.9.1 "numpy<1.24"' in found
+    assert 'MXNet is not installed: pip install mxnet==1.9.1 "numpy<1.24", on Python 3.1' in found
 
 
 def test_mxnet_is_another_one():
@@ -45,7 +45,7 @@ def test_mxnet_is_another_one():
             f"sys.modules['mxnet'].__version__ = '{version}'\n{IMPORT}"
         )
         assert f"MXNet {version} is not served" in found
-        assert "pip install mxnet==1.9.1" in found
+        assert 'pip install mxnet==1.9.1 "numpy<1.24", on Python 3.10 or 3.11' in found
 
 
 FUNCTIONS = [
