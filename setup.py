@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def tool(name: str) -> str:
     if found is None:
         raise SystemExit(f"{name} not found: pip install {name} (or no --no-build-isolation)")
     return found
+
+
+def check_compiler() -> None:
+    """Names what no Python package brings; CMake would take a page to say so."""
+    given = os.environ.get("CXX", "").split()[:1]
+    names = given or ["c++", "g++", "clang++"]
+    if not any(map(shutil.which, names)):
+        raise SystemExit(f"no C++ compiler ({', '.join(names)}) found: apt install g++, or set CXX")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        package = "python3-dev, or python{}.{}-dev".format(*sys.version_info)
+        raise SystemExit(f"{header} not found: apt install {package}")
 
 
 def run(command: list[str]) -> None:
@@ -106,6 +119,7 @@ class BuildCore(build_ext):
         package = ROOT / "perseus" if in_place else Path(self.build_lib, "perseus").resolve()
         kept = os.environ.get("PERSEUS_BUILD_DIR")
         folder = Path(kept or Path(self.build_temp, "cmake")).resolve()
+        check_compiler()
         cmake = tool("cmake")
         configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-DPERSEUS_PYTHON=ON"]
         configure.append(f"-DPython_EXECUTABLE={sys.executable}")

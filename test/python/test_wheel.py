@@ -322,6 +322,35 @@ print(runpy.run_path({str(ROOT / "setup.py")!r})["tool"]("cmake"))
     assert Path(found.stdout.strip()).resolve() == tmp_path / "build" / "bin" / "cmake"
 
 
+@pytest.mark.parametrize(
+    ("compiler", "headers", "said"),
+    [
+        (None, True, "no C++ compiler (c++, g++, clang++) found: apt install g++, or set CXX\n"),
+        ("g++-0 -O1", True, "no C++ compiler (g++-0) found: apt install g++, or set CXX\n"),
+        ("compiler -O1", False, "Python.h not found: apt install python3-dev, or python3."),
+        ("compiler -O1", True, ""),
+    ],
+)
+def test_what_a_build_needs_of_the_system_is_named(
+    compiler: str | None, headers: bool, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "compiler").write_text("#!/bin/sh\n")
+    (tmp_path / "compiler").chmod(0o755)
+    if headers:
+        (tmp_path / "Python.h").touch()
+    program = f"""
+import runpy, setuptools, sysconfig
+setuptools.setup = lambda **_: None
+sysconfig.get_path = lambda name: {str(tmp_path)!r}
+runpy.run_path({str(ROOT / "setup.py")!r})["check_compiler"]()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "CXX"}
+    env |= {"PATH": str(tmp_path), **({} if compiler is None else {"CXX": compiler})}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert (said in done.stderr) if said else not done.stderr
+    assert (done.returncode != 0) == bool(said)
+
+
 def test_the_source_distribution_has_what_the_wheel_has(wheel: Path, tmp_path: Path) -> None:
     program = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     done = subprocess.run(
