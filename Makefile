@@ -241,19 +241,23 @@ test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHE
 	    .venv/$$venv/bin/python $(PYTEST) $(OLDER_TESTS) </dev/null; \
 	done
 
+# MXNet 1.9.1 and TensorFlow 2.15.1 do not support newer versions of Python.
+OLD_PYTHON := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info < (3, 12) else "")')
+UNTESTED = @echo "NOT TESTED: $(1), which needs Python 3.10 or 3.11 (PYTHON=python3.11)"
 # The oldest TensorFlow that is served, too, where everything is tested.
-TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)
+TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),$(if $(OLD_PYTHON),tensorflow-2.15))
 
 # pip waits for the network and for the disk: several at once, the largest first.
-environments: $(TORCHES:%=.venv/%/.ready) $(VENV)/.test $(TENSORFLOWS:%=.venv/%/.ready) .venv/frameworks/.ready .venv/mxnet/.ready .venv/mpich/.ready
+environments: $(TORCHES:%=.venv/%/.ready) $(VENV)/.test $(TENSORFLOWS:%=.venv/%/.ready) .venv/frameworks/.ready $(if $(OLD_PYTHON),.venv/mxnet/.ready) .venv/mpich/.ready
 
 test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Python tests, with TensorFlow
 	for venv in $(TENSORFLOWS); do \
 	    .venv/$$venv/bin/python $(PYTEST) test/with_tensorflow </dev/null; \
 	done
+	$(if $(PERSEUS_TEST_FULL),$(if $(OLD_PYTHON),,$(call UNTESTED,TensorFlow 2.15.1)))
 
-test-mxnet: build packages-test .venv/mxnet/.ready  ## the Python tests, with MXNet
-	.venv/mxnet/bin/python $(PYTEST) test/with_mxnet </dev/null
+test-mxnet: build packages-test $(if $(OLD_PYTHON),.venv/mxnet/.ready)  ## the Python tests, with MXNet
+	$(if $(OLD_PYTHON),.venv/mxnet/bin/python $(PYTEST) test/with_mxnet </dev/null,$(call UNTESTED,MXNet))
 
 test-frameworks: build packages-test .venv/frameworks/.ready  ## the examples for Lightning, Hugging Face and Keras, on DDP
 	.venv/frameworks/bin/python $(PYTEST) --dist load test/with_frameworks </dev/null
