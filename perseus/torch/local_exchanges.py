@@ -157,8 +157,11 @@ class TorchLocalSteps(LocalSteps):
         """Return state() for a checkpoint, with what only this rank has of it."""
         return self.state()
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Go on with a result of saved(), which is copied; None: begin anew."""
+    def load(self, state: dict[str, Any] | None, owner: int | None = None) -> None:
+        """Go on with a result of saved(), which is copied; None: begin anew.
+
+        owner: the rank that saved it; others begin without what only that rank has of it.
+        """
         self.drop()
         self._worth = _NONE if state is None else _LOADED
         self.take_over(

@@ -40,6 +40,7 @@ from perseus.torch.local_averages import LocalAverages
 from perseus.torch.local_exchanges import TorchLocalSteps
 from perseus.torch.optimizer import DistributedOptimizer, _DistributedOptimizer
 from perseus.torch.outer_steps import Outer, OuterSteps
+from perseus.torch.residuals import OWNER, with_owner
 
 _STATE = "perseus_local_steps"  # the key in state_dict()
 _CODECS = (EXACT, FLOAT16, BFLOAT16, INT8, INT4, INT2, LOSSLESS)
@@ -55,7 +56,7 @@ class _LocalOptimizer(_DistributedOptimizer):
 
         It sends nothing, but waits for averages that are under way.
         """
-        return {**super().state_dict(), _STATE: self._local_steps.saved()}
+        return with_owner({**super().state_dict(), _STATE: self._local_steps.saved()})
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's state and that of its local steps.
@@ -68,7 +69,7 @@ class _LocalOptimizer(_DistributedOptimizer):
         self._local_steps.drop()
         super().load_state_dict(*args, **kwargs)
         state = args[0] if args else kwargs["state_dict"]
-        self._local_steps.load(state.get(_STATE))
+        self._local_steps.load(state.get(_STATE), state.get(OWNER))
 
     def synchronize(self) -> None:
         """Wait until every p.grad is averaged over the ranks of this host.

@@ -28,6 +28,7 @@ from perseus.gradients.arguments import (
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.participation import alone
 from perseus.gradients.plan import Plan
+from perseus.gradients.residuals import own
 from perseus.gradients.rotation import parts_of
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
@@ -38,7 +39,7 @@ from perseus.torch.learning_rates import steps_of
 from perseus.torch.parameters import Parameters, placed
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.reductions import allreduce
-from perseus.torch.residuals import as_buffers, as_tensors
+from perseus.torch.residuals import OWNER, as_buffers, as_tensors, with_owner
 from perseus.torch.rotation import TorchRotation
 from perseus.torch.session import Adasum, Average, Sum
 
@@ -109,18 +110,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, with residuals in the key "perseus_residuals".
 
-        The residuals are {name: (layout, float32 of shape (2, elements))}. They belong to this rank
-        and are only useful to it; saving them needs no communication. The key is missing if there
-        are no residuals, as without a lossy codec.
+        The residuals are {name: (layout, float32 of shape (2, elements))}. They belong to this
+        rank, which is in "perseus_rank"; saving them needs no communication. The keys are missing
+        if there are no residuals, as without a lossy codec.
         """
         state = super().state_dict()
         self._reducer.wait()
         residuals = as_tensors(self._reducer.residuals.read())
-        return {**state, _RESIDUALS: residuals} if residuals else state
+        return with_owner({**state, _RESIDUALS: residuals}) if residuals else state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state and the residuals of "perseus_residuals", if any.
 
+        A rank goes on with residuals that it has saved itself, and otherwise begins without any.
         Reductions in flight are finished first, all earlier residuals and sums over steps are
         dropped, and the count of backward passes restarts. What `Compression.rotate` would still
         correct is dropped, too, as the model's parameters are loaded beside this state.
@@ -137,7 +139,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._rotation.drop()
         super().load_state_dict(*args, **kwargs)
         state = args[0] if args else kwargs["state_dict"]
-        self._reducer.residuals.replace(as_buffers(state.get(_RESIDUALS, {})))
+        self._reducer.residuals.replace(
+            own(as_buffers(state.get(_RESIDUALS, {})), state.get(OWNER))
+        )
 
     def synchronize(self) -> None:
         """Wait until every p.grad is reduced over all ranks.

@@ -14,6 +14,7 @@ from perseus.failures import Failures
 from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.local_steps import Pace
 from perseus.gradients.plan import Plan
+from perseus.gradients.residuals import own
 from perseus.process_sets import ProcessSet
 from perseus.torch.local_exchanges import Exchange, TorchLocalSteps, hashed
 from perseus.torch.parameter_rows import ParameterRows
@@ -122,11 +123,12 @@ class OuterSteps(TorchLocalSteps):
         state = self.state()  # after which nothing is in flight
         return {**state, "residuals": as_tensors(self._reducer.residuals.read())}
 
-    def load(self, state: dict[str, Any] | None) -> None:
+    def load(self, state: dict[str, Any] | None, owner: int | None = None) -> None:
         """See TorchLocalSteps."""
-        super().load(state)
+        super().load(state, owner)
         self._reducer.forget()
-        self._reducer.residuals.replace(as_buffers((state or {}).get("residuals", {})))
+        residuals = as_buffers((state or {}).get("residuals", {}))
+        self._reducer.residuals.replace(own(residuals, owner))
 
     def take_over(self, state: dict[str, Any]) -> None:
         """See TorchLocalSteps."""

@@ -30,6 +30,7 @@ from perseus.torch.functions import (
     broadcast_parameters,
     plain_buffers,
 )
+from perseus.torch.residuals import OWNER
 from perseus.torch.wrapped import wrapper_residuals
 
 
@@ -81,6 +82,7 @@ class OptimizerStateHandler(_UnharmedHandler):
     def save(self) -> None:
         """Copy moments and options."""
         self._saved = copy.deepcopy(self.value.state_dict())
+        self._saved.pop(OWNER, None)  # this process, which may have another rank by then
 
     def restore(self) -> None:
         """Give the optimizer the copies."""

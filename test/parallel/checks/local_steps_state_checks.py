@@ -133,6 +133,22 @@ def check_a_broadcast_gives_diloco_its_first_parameters() -> None:
         same(training.values(), replicas.mine(), rounding())
 
 
+def check_all_ranks_may_load_what_one_has_saved() -> None:
+    """Only that one goes on with what int8 held back of its outer gradients."""
+    with apart():
+        training = Training(hvd.DiLoCo, every=2, delay=0)
+        for _ in range(4):
+            training.step()
+        saved = hvd.broadcast_object(training.optimizer.state_dict(), root_rank=0)
+        held = saved["perseus_local_steps"]["residuals"]
+        assert held
+        resumed = Training(hvd.DiLoCo, every=2, delay=0)
+        resumed.optimizer.load_state_dict(saved)
+        state = resumed.optimizer.state_dict()["perseus_local_steps"]
+        assert state["residuals"].keys() == (held.keys() if hvd.rank() == 0 else set())
+        assert state["step"] == 4
+
+
 def check_a_step_that_one_rank_skips_does_not_shift_the_turns() -> None:
     """As a gradient scaler does it where the host's own gradients have overflowed."""
     for wrap, options in kinds():
