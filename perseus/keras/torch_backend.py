@@ -42,7 +42,7 @@ class _Reducer(HandleReducer):
         super().__init__(plan, session)
         self._scope = scope
         self._rate = 0.0  # of the step that is being taken; see perseus_request
-        self._rotation: tuple[str, TorchRotation] | None = None
+        self._rotations: dict[tuple[Any, ...], TorchRotation] = {}
         self._overlap = Overlap(self._begin)
 
     def before_backward(
@@ -90,11 +90,12 @@ class _Reducer(HandleReducer):
         if self._parts == 1:
             return
         whole = f"{self._scope.prefix()}/{name}"
-        if self._rotation is None or self._rotation[0] != whole:
-            values = [variable.value for variable in variables]
+        values = [variable.value for variable in variables]
+        key = whole, *map(id, values)  # calls may train parts of a model in turn, as in a GAN
+        if key not in self._rotations:
             made = TorchRotation(values, whole, self.plan.process_set, self._parts)
-            self._rotation = whole, made
-        self._rotation[1].take_turn()
+            self._rotations[key] = made
+        self._rotations[key].take_turn()
 
     def forget_begun(self) -> None:
         """See HandleReducer."""

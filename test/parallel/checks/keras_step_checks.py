@@ -152,6 +152,27 @@ def check_fit_averages_parameters_after_the_step() -> None:
     settings.rotation_of_parameters(_fitting(_sgd), after=True, parts_of_all=(3,))
 
 
+def check_parts_of_a_model_that_are_trained_in_turn_are_averaged() -> None:
+    """As in a GAN, or where the second part is frozen at first. Averaging keeps the mean."""
+    gan, unfrozen = [[0], [1]] * 4, [[0]] * 3 + [[0, 1]] * 2
+    for trained, last in ((gan, [[0], [1]] * 3), (unfrozen, [[0, 1]] * 3)):
+        with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+            variables = _Training(_sgd()).variables
+            optimizer = hvd.DistributedOptimizer(_sgd())
+            optimizer.build(variables)
+            expected = [np.zeros(shape) for shape in settings.SHAPES]
+            for step, indices in enumerate(trained + last):
+                moves = step < len(trained)  # the last steps change nothing but by averages
+                given = [settings.whole(rank, step) for rank in range(hvd.size())]
+                mine = given[hvd.rank()]
+                gradients = [keras.ops.convert_to_tensor(mine[i] * moves) for i in indices]
+                optimizer.apply(gradients, [variables[i] for i in indices])
+                for i in indices:
+                    expected[i] -= moves * np.mean([arrays[i] for arrays in given], axis=0) / 8
+            for value, mean in zip(arrays_of(variables), expected, strict=True):
+                assert np.abs(value - mean).max() < 1e-5
+
+
 def check_calls_without_a_step_take_no_turn() -> None:
     """Whether passes are summed up or a rank has an Inf or a NaN, all ranks do the same."""
     for in_function in IN_FUNCTIONS:
