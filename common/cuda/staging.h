@@ -75,6 +75,10 @@ class Staging {
   // Our stream to the device writes so much of tensor i by itself.
   void wrote(size_t i, size_t bytes);
   Device& of() const { return device_; }
+  // What has been stored so far is not the result: end() stores all of it.
+  void store_again() {
+    for (Tensor& tensor : tensors_) tensor.stored = 0;
+  }
   // Ends storing. With `wholly`, outputs of which nothing was stored yet are stored as a whole.
   void end(bool wholly);
   // What `stream` is given from now on waits until everything is stored, if anything is. Any thread, after end().

@@ -455,7 +455,7 @@ void Engine::finish(Entry* entry, const Status& status) {
   const bool fine = progress_.guard(
       [&]() PERSEUS_REQUIRES(progress_lock) {
         slot->status = status;
-        if (status.ok) nan_check_.judge(*entry, slot);
+        if (status.ok && nan_check_.judge(*entry, slot) && entry->staging) entry->staging->store_again();
         flight_recorder_.record(*entry, *entry->text, status.ok);
       },
       &slot->status);

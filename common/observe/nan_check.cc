@@ -1,6 +1,8 @@
 // Who has a NaN where, and what follows from that.
 #include "observe/nan_check.h"
 
+#include <cstring>
+
 #include "kernels/kernels.h"
 
 namespace perseus {
@@ -8,6 +10,12 @@ namespace {
 
 constexpr size_t kMostNamed = 8;
 constexpr int kSum = -1;  // in place of a rank
+
+// Is it the sum over one host, so that others do not know of the NaN?
+bool only_here(const Entry& entry) {
+  return entry.description.compression.codec.kind == CodecKind::kInside && !entry.nans.empty() &&
+         entry.nans.front().rank == kSum;
+}
 
 // "allreduce.fc.bias on rank 1", "grouped_allreduce.fc (tensor 2 of 3 on rank 0, tensor 0 of 3 on rank 2)",
 // "allreduce.fc.bias in the sum over all ranks"
@@ -17,7 +25,8 @@ std::string describe(const Entry& entry) {
   for (const Entry::Nan& nan : entry.nans) {
     where += where.empty() ? "" : ", ";
     if (tensors > 1) where += "tensor " + std::to_string(nan.tensor) + " of " + std::to_string(tensors) + " ";
-    where += nan.rank == kSum ? "in the sum over all ranks" : "on rank " + std::to_string(nan.rank);
+    if (nan.rank != kSum) where += "on rank " + std::to_string(nan.rank);
+    else where += only_here(entry) ? "in the sum over the ranks of this host" : "in the sum over all ranks";
   }
   return *entry.text + (tensors == 1 ? " " + where : " (" + where + ")");
 }
@@ -51,19 +60,32 @@ void NanCheck::report(const std::vector<Entry*>& finished, const Log& log) const
   if (!on_ || action_ == NanAction::kRaise) return;
   std::string names;
   size_t count = 0;
-  for (const Entry* entry : finished)
-    if (!entry->nans.empty() && count++ < kMostNamed) names += (names.empty() ? "" : "; ") + describe(*entry);
+  bool everywhere = false;
+  for (const Entry* entry : finished) {
+    if (entry->nans.empty()) continue;
+    everywhere |= !only_here(*entry);
+    if (count++ < kMostNamed) names += (names.empty() ? "" : "; ") + describe(*entry);
+  }
   if (count == 0) return;
   if (count > kMostNamed) names += "; and " + std::to_string(count - kMostNamed) + " more";
   log.warning("[nancheck] NaN in the gradient of " + names +
-              (action_ == NanAction::kSkip ? ": this step is skipped on every rank" : ""));
+              (action_ != NanAction::kSkip ? ""
+               : everywhere                ? ": this step is skipped on every rank"
+                                           : ": zeros take its place"));
 }
 
-void NanCheck::judge(const Entry& entry, HandleTable::Slot* slot) const {
-  if (entry.nans.empty()) return;
+bool NanCheck::judge(const Entry& entry, HandleTable::Slot* slot) const {
+  if (entry.nans.empty()) return false;
   if (action_ == NanAction::kRaise)
     slot->status = Status{false, ErrorKind::kNan, "[nancheck] NaN in the gradient of " + describe(entry)};
-  if (action_ == NanAction::kSkip) slot->gradient = GradientOutcome::kSkipped;
+  if (action_ != NanAction::kSkip) return false;
+  if (!only_here(entry)) {
+    slot->gradient = GradientOutcome::kSkipped;
+    return false;
+  }
+  for (const Entry::Nan& nan : entry.nans)
+    std::memset(entry.buffers[nan.tensor].out, 0, entry.description.tensors[nan.tensor].bytes());
+  return true;
 }
 
 }  // namespace perseus

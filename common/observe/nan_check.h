@@ -1,7 +1,7 @@
 // The search for NaN in gradients (PERSEUS_ALLREDUCE_NANCHECK): each rank looks at what it submits, the verdict travels
 // with the announcement that the gradient is ready, so all ranks know it before the gradient is reduced. A sum that has
 // become NaN (Inf and -Inf, or one written into a gradient on its way) is seen in the result, whose bits are the same
-// on all ranks. Thread-safe.
+// on all ranks, or on those of a host where only these are summed. Thread-safe.
 #pragma once
 
 #include <vector>
@@ -24,8 +24,9 @@ class NanCheck {
   void scan_sums(const std::vector<Entry*>& finished) const;
   // Writes one warning about all finished gradients with a NaN, unless they end with an error that says so.
   void report(const std::vector<Entry*>& finished, const Log& log) const;
-  // Sets the status or the outcome that the caller gets for a reduced gradient.
-  void judge(const Entry& entry, HandleTable::Slot* slot) const;
+  // Sets the status or the outcome that the caller gets for a reduced gradient. A host that alone knows of the NaN must
+  // not skip a step that others take, so the gradient becomes zeros there. Returns whether it has.
+  bool judge(const Entry& entry, HandleTable::Slot* slot) const;
 
  private:
   const bool on_;

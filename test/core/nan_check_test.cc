@@ -18,7 +18,8 @@ struct Result {
 
 // Submits all, then waits for all: they share a bucket.
 std::vector<Result> run_gradients(perseus_context* context, const std::vector<std::string>& names,
-                                  std::vector<std::vector<float>>* data, bool grouped = false) {
+                                  std::vector<std::vector<float>>* data, bool grouped = false,
+                                  int codec = PERSEUS_CODEC_SETTINGS) {
   std::vector<int64_t> counts;
   std::vector<perseus_tensor> tensors;
   for (std::vector<float>& values : *data) counts.push_back(static_cast<int64_t>(values.size()));
@@ -30,6 +31,7 @@ std::vector<Result> run_gradients(perseus_context* context, const std::vector<st
     perseus_request request =
         request_of(PERSEUS_ALLREDUCE, names[i].c_str(), &tensors[i], grouped ? static_cast<int>(tensors.size()) : 1);
     request.gradient_of = 1;
+    request.codec = codec;
     results[i].outcome = submit(context, request, &handles[i]);
     EXPECT_EQ(results[i].outcome.code, PERSEUS_OK) << results[i].outcome.message;
   }
@@ -212,6 +214,27 @@ TEST_P(NanCheck, LooksAtTheSumOverRanks) {
       EXPECT_EQ(times(testing::internal::GetCapturedStderr(), "in the sum over all ranks"), action == "skip" ? 3u : 0u);
     }
   }
+}
+
+// Other hosts do not see it, and count a step.
+TEST(NanCheckOfHosts, ZerosTakeThePlaceOfASumThatOneHostAloneWouldSkip) {
+  testing::internal::CaptureStderr();
+  run_world(
+      all_media()[0], 4,
+      [](int rank, perseus_context* context) {
+        for (int step = 0; step < 3; ++step) {
+          std::vector<std::vector<float>> data(2, std::vector<float>(20000, static_cast<float>(rank + 1)));
+          if (step == 1 && rank < 2) data[1][19999] = rank == 0 ? kInfinity : -kInfinity;
+          const std::vector<Result> results = run_gradients(context, {"two"}, &data, true, PERSEUS_CODEC_INSIDE);
+          EXPECT_EQ(results[0].gradient, PERSEUS_GRADIENT_REDUCED);
+          const float sum = rank < 2 ? 6 : 14;  // times the number of hosts
+          EXPECT_EQ(data[0][19999], sum);
+          for (float value : data[1]) ASSERT_EQ(value, step == 1 && rank < 2 ? 0 : sum);
+        }
+      },
+      with("skip", {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=2"}));
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(times(text, "(tensor 1 of 2 in the sum over the ranks of this host): zeros take its place\n"), 2u) << text;
 }
 
 TEST_P(NanCheck, RanksThatHaveJoinedHearOfItToo) {

@@ -12,7 +12,7 @@ from local_training import (
     rounding,
     same,
 )
-from patterns import added, apart, assert_job_usable, raised, world_with
+from patterns import added, apart, assert_job_usable, nan_check, raised, world_with
 from sloping_training import Training, Wrap, equal_everywhere
 from torch import nn
 from turns import RATE, slope
@@ -237,6 +237,27 @@ def check_some_ranks_of_a_host_and_others() -> None:
             assert hvd.size() == 2 or not torch.equal(rows[0], rows[2])
             hvd.synchronize_parameters()
             assert training.equal_everywhere()
+
+
+def check_a_nan_in_the_sum_of_a_host_shifts_no_turns() -> None:
+    """Other hosts do not see it."""
+    for wrap, options in (
+        (hvd.LocalSGD, {"every": 3}),
+        (hvd.DiLoCo, {"every": 3}),
+        (hvd.DistributedOptimizer, {"compression": hvd.Compression.rotate(2)}),
+    ):
+        with world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=2, **nan_check("skip")):
+            parameter = nn.Parameter(torch.zeros(6))
+            optimizer = wrap(torch.optim.SGD([parameter], lr=0.125), [("p", parameter)], **options)
+            for step in range(5):
+                numbers = torch.full((6,), hvd.rank() + 1.0)
+                if step == 2 and hvd.rank() < 2:
+                    numbers[4] = float("inf") if hvd.rank() == 0 else -float("inf")
+                optimizer.zero_grad()
+                (parameter * numbers).sum().backward()
+                optimizer.step()
+            hvd.synchronize_parameters()
+            assert parameter.isfinite().all() and equal_everywhere([parameter.detach()])
 
 
 def check_every_dtype_is_exchanged() -> None:
