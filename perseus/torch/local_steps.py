@@ -80,7 +80,8 @@ class _LocalOptimizer(_DistributedOptimizer):
             # A gradient scaler has skipped the last step here, but not on all hosts.
             self._local_steps.end_step()
         super().synchronize()
-        if self._reducer.applies:
+        # With the world, a process set may get other ranks.
+        if self._reducer.applies and self.process_set.included():
             self._local_steps.begin_step()
 
     @calls_hooked_step
@@ -211,7 +212,7 @@ def _inside_hosts(
 ) -> tuple[_DistributedOptimizer, list[torch.Tensor], str]:
     """Return an optimizer that averages gradients inside hosts, its parameters and a name for them.
 
-    There are no parameters if this rank does not take part.
+    The parameters are those that are trained.
     """
     check_parameters_may_differ(what)
     named = None if named_parameters is None else list(named_parameters)
@@ -226,11 +227,8 @@ def _inside_hosts(
         process_set=process_set,
     )
     trained = [p for p in parameters_of(optimizer) if p.requires_grad]
-    takes_part = trained and process_set.included()
     distributed = cast(_DistributedOptimizer, made)
-    if not takes_part:
-        return distributed, [], ""
-    return distributed, trained, distributed._reducer.names[trained[0]]
+    return distributed, trained, distributed._reducer.names[trained[0]] if trained else ""
 
 
 def _with_local_steps(

@@ -199,14 +199,18 @@ def check_optimizers_follow_a_process_set_whose_ranks_change() -> None:
     def mean_of(numbers: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(numbers).mean(0)
 
-    for combine, options in (
-        (mean_of, {}),
-        (adasum_of, {"op": hvd.Adasum}),
-        (mean_of, {"compression": hvd.Compression.rotate(2)}),
+    # With an outer learning rate of 1, it ends with the average.
+    outer = {"compression": hvd.Compression.none, "outer_lr": 1.0, "outer_momentum": 0.0}
+    for wrap, combine, options in (
+        (hvd.DistributedOptimizer, mean_of, {}),
+        (hvd.DistributedOptimizer, adasum_of, {"op": hvd.Adasum}),
+        (hvd.DistributedOptimizer, mean_of, {"compression": hvd.Compression.rotate(2)}),
+        (hvd.LocalSGD, mean_of, {"every": 2}),
+        (hvd.DiLoCo, mean_of, {"every": 2, **outer}),
     ):
         begin(0)
         parameter = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        optimizer = hvd.DistributedOptimizer(
+        optimizer = wrap(
             torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], process_set=some, **options
         )
         for world, first in enumerate((0, 1, 0)):
