@@ -101,7 +101,9 @@ class TorchLocalSteps(LocalSteps):
         gathered = allgather_object(mine, f"{self.name}.states", self.process_set)
         worths, signatures, sizes = zip(*gathered, strict=True)
         if len(set(signatures)) > 1:
-            newest = self._ranks()[worths.index(max(worths))]
+            # After a join(), ranks have taken different numbers of steps.
+            news = [(worth, turn) for worth, (turn, *_) in zip(worths, signatures, strict=True)]
+            newest = self._ranks()[news.index(max(news))]
             # On other hosts there may be no device of this number, so it travels as on the CPU.
             mine = _on_cpu(self.state())
             self.take_over(broadcast_object(mine, newest, f"{self.name}.state", self.process_set))
@@ -129,7 +131,7 @@ class TorchLocalSteps(LocalSteps):
         return ranks
 
     def signature(self) -> tuple[Any, ...]:
-        """Return what is equal on ranks that have the same state."""
+        """Return what is equal on ranks that have the same state: first the step."""
         under_way = [
             (each.part, each.due, hashed(self.average_of(each))) for each in self._under_way
         ]

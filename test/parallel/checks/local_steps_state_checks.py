@@ -192,6 +192,21 @@ def check_ranks_that_have_joined_do_not_pull_to_zero() -> None:
             assert_job_usable()
 
 
+def check_ranks_go_on_with_the_steps_of_the_last_one_to_join() -> None:
+    for wrap, options in kinds():
+        with apart():
+            training = Training(wrap, **options)
+            for _ in range(6 if hvd.rank() == 0 else 12):
+                training.step()
+            last = hvd.join()
+            hvd.broadcast_parameters(dict(training.parameters), root_rank=last)
+            training.step()
+            state = training.optimizer.state_dict()["perseus_local_steps"]
+            assert state["step"] == 13
+            if wrap is hvd.DiLoCo:
+                assert equal_everywhere(global_parameters(training))
+
+
 def check_survivors_go_on_with_the_outer_state() -> None:
     for wrap, options in kinds():
         with apart():
