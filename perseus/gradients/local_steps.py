@@ -58,10 +58,17 @@ class LocalSteps(Rotation):
         self._under_way: list[Any] = []  # of UnderWay, the oldest first
         self._agreed = False
         self._owes_turn = False
+        self._ends_step = False  # end_step() has begun, and an interrupt may have ended it
         super().__init__(name, process_set, pace.parts)
 
     def begin_step(self) -> None:
-        """Call this before a step is applied. The first call in a world is a collective."""
+        """Call this before a step is applied. The first call in a world is a collective.
+
+        It goes on with an end_step() that an interrupt has ended.
+        """
+        if self._ends_step:
+            self.end_step()
+        self._apply_due(self._turn)
         if not self._agreed:
             self.agree()
             self._agreed = True
@@ -74,20 +81,21 @@ class LocalSteps(Rotation):
         because a gradient scaler has skipped it, calls it before it waits for anything else.
         """
         if self._owes_turn:
-            self._owes_turn = False
+            self._ends_step = True
             self.take_turn()
 
     def take_turn(self) -> None:
         """See Turns."""
-        self._turn += 1
-        self._apply_due(self._turn)
+        turn = self._turn + 1
+        self._apply_due(turn)
         for part in range(self.parts):
-            if self.pace.is_due(part, self._turn):
-                begun = self.begin(part, self._turn + self.pace.delay)
+            if self.pace.is_due(part, turn):
+                begun = self.begin(part, turn + self.pace.delay)
                 if begun is not None:
                     self._under_way.append(begun)
+        self._turn, self._owes_turn, self._ends_step = turn, False, False
         if self.pace.delay == 0:
-            self._apply_due(self._turn)
+            self._apply_due(turn)
 
     def finish(self) -> None:
         """Apply what is under way, before other values replace the parameters.
@@ -102,7 +110,7 @@ class LocalSteps(Rotation):
     def drop(self) -> None:
         """See Turns."""
         dropped, self._under_way = self._under_way, []
-        self._owes_turn = False
+        self._owes_turn = self._ends_step = False
         for begun in dropped:
             # The world may have ended.
             with contextlib.suppress(HorovodInternalError):
@@ -130,11 +138,16 @@ class LocalSteps(Rotation):
         super().begin_world()
         self._turn = turn
         self._under_way = [begun for begun in self._under_way if begun.received()]
-        self._agreed = self._owes_turn = False
+        self._agreed = self._owes_turn = self._ends_step = False
 
     def _apply_due(self, turn: int | None) -> None:
         """Apply what is due after a step; None: all."""
         while self._under_way and (turn is None or self._under_way[0].due <= turn):
+            try:
+                self.wait(self._under_way[0])
+            except Exception:  # it has failed; Ctrl-C leaves it under way
+                del self._under_way[0]
+                raise
             self.apply(self._under_way.pop(0))
 
     @abstractmethod
