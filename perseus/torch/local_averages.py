@@ -17,7 +17,7 @@ class LocalAverages(TorchLocalSteps):
 
     def apply(self, begun: Exchange) -> None:
         """See LocalSteps."""
-        if self.pace.delay == 0:
+        if self.pace.delay == 0 and not begun.loaded:
             self.replace(begun)
         else:
             self.correct(begun)

@@ -27,13 +27,17 @@ _NONE, _PRESENT, _LOADED = range(3)
 
 @dataclass
 class Exchange:
-    """See UnderWay. sent: this rank's rows; average: those of all, or of outer gradients."""
+    """See UnderWay. sent: this rank's rows; average: those of all, or of outer gradients.
+
+    loaded: whether it is from an earlier run, since whose exchange steps have changed parameters.
+    """
 
     part: int
     due: int
     sent: torch.Tensor
     handle: int = 0
     average: torch.Tensor | None = None
+    loaded: bool = False
 
     def received(self) -> bool:
         """See UnderWay."""
@@ -175,8 +179,10 @@ class TorchLocalSteps(LocalSteps):
         self._turn = state["step"]
         # Parts of another number of them do not fit, and the next exchanges make up for them.
         fits = state["parts"] == self.parts
+        # With a shorter delay than then, the next exchange of a part must not come before.
+        latest = self._turn + max(1, self.pace.delay)
         self._under_way = [
-            Exchange(part, due, self._copied(sent), average=self._copied(average))
+            Exchange(part, min(due, latest), self._copied(sent), 0, self._copied(average), True)
             for part, due, sent, average in (state["under_way"] if fits else [])
         ]
 

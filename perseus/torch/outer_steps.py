@@ -90,7 +90,7 @@ class OuterSteps(TorchLocalSteps):
         now.sub_(gradient.add(speed, alpha=self._outer.momentum), alpha=self._outer.rate)
         velocity.write(part, speed)
         everywhere.write(part, now)
-        if self.pace.delay == 0:
+        if self.pace.delay == 0 and not begun.loaded:
             self._rows.write(part, now)
         else:
             self._rows.add(part, now - begun.sent)

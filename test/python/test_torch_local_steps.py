@@ -91,6 +91,24 @@ def test_one_worker_saves_and_resumes():
     assert torch.equal(model.weight, other.weight)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_run_may_go_on_at_a_faster_pace(delay):
+    """With an outer rate of 1 and no momentum, one rank does what the plain optimizer does."""
+    outer = {"outer_lr": 1.0, "outer_momentum": 0.0, "compression": hvd.Compression.none}
+    (expected, plain), (model, inner) = _start(), _start()
+    optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=8, delay=8, **outer)
+    for step in range(20):
+        if step == 10:  # what was sent after 8 steps would be due after 16
+            saved = copy.deepcopy(optimizer.state_dict())
+            assert len(saved["perseus_local_steps"]["under_way"]) == 1
+            inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=1, delay=delay, **outer)
+            optimizer.load_state_dict(saved)
+        _step(expected, plain, step)
+        _step(model, optimizer, step)
+        assert torch.allclose(model.weight, expected.weight, atol=1e-6)
+
+
 @pytest.mark.parametrize("wrap", [hvd.LocalSGD, hvd.DiLoCo])
 def test_parameters_on_several_devices_are_refused(wrap, monkeypatch):
     monkeypatch.setattr(local_steps, "alone", lambda: False)
