@@ -380,7 +380,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             held.reduced = result
             outcome = self._reducer.combine(
                 given, result, str(key), op=op, priority=priority, gradient=gradient,
-                rate=learning_rate(getattr(updater, "optimizer", None)),
+                rate=learning_rate(getattr(updater, "optimizer", None), [key]),
             )  # fmt: skip
         if updater is None:
             if takes_turn:

@@ -1,14 +1,15 @@
-"""The learning rate by which codecs weigh what they have held back. Pure function."""
+"""The learning rate by which codecs weigh what they have held back. Stateless."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
 
 
-def learning_rate(optimizer: Any, rescale: float | None = None) -> float:
-    """Return the factor of an optimizer's next step, without parameters' own factors.
+def learning_rate(optimizer: Any, keys: Sequence[Any], rescale: float | None = None) -> float:
+    """Return the factor of an optimizer's next update of keys, without parameters' own factors.
 
     Gradients are reduced as they are: a step divides them by its batch size and by its loss scale,
     both of which may be others in the next step. It also multiplies them by the rate if steps are
@@ -23,4 +24,16 @@ def learning_rate(optimizer: Any, rescale: float | None = None) -> float:
     scale = float(optimizer.rescale_grad if rescale is None else rescale)
     proportional = type(optimizer) in {mx.optimizer.SGD, mx.optimizer.NAG}
     clips = proportional and optimizer.clip_gradient is not None
-    return scale * float(optimizer.learning_rate) if proportional and not clips else -scale
+    return scale * float(_next_rate(optimizer, keys)) if proportional and not clips else -scale
+
+
+def _next_rate(optimizer: Any, keys: Sequence[Any]) -> Any:
+    """Return the rate of the next update of keys.
+
+    A schedule may have a state. It is asked with the number with which the update will ask it.
+    """
+    if optimizer.lr_scheduler is None:
+        return optimizer.learning_rate
+    counts, first = optimizer._index_update_count, optimizer.begin_num_update
+    numbers = (counts.get(key, first) + 1 for key in keys)
+    return optimizer.lr_scheduler(max([optimizer.num_update, *numbers]))

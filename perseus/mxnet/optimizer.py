@@ -191,7 +191,7 @@ class DistributedOptimizer(TurningSource, mx.optimizer.Optimizer):  # type: igno
             self._weights.update(each, array)
         found, names = bundled(indices, self._num_groups if together else 0)
         priorities = [-i if isinstance(i, int) else 0 for i in indices]
-        rate = learning_rate(self._optimizer)
+        rate = learning_rate(self._optimizer, indices)
         outcomes = self._reducer(gradients, names, priorities, found, learning_rate=rate)
         outcome = outcomes.together()
         turning = indices if self._turns.rotation() is not None else []

@@ -200,7 +200,8 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
         outcomes = self._reducer(
-            list(dense.values()), names, [-i for i in dense], bundles, learning_rate=self._rate()
+            list(dense.values()), names, [-i for i in dense], bundles,
+            learning_rate=self._rate(list(dense)),
         )  # fmt: skip
         # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
@@ -216,15 +217,17 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         else:  # update() may come later, or, with a loss scaler, not on all ranks
             self._turns.take(list(dense))
 
-    def _rate(self) -> float:
-        """Return the learning rate of this step; 0, for what is not known, before the first update.
+    def _rate(self, indices: list[int]) -> float:
+        """Return this step's learning rate; 0, for what is not known, before the first update.
 
         allreduce_grads() does not know the batch size that update() will get. It counts as that of
         the last step(), or else of the first update(), so that both forms may alternate.
         """
         if self._steps_now:
             self._rescale = self._optimizer.rescale_grad
-        return 0.0 if self._rescale is None else learning_rate(self._optimizer, self._rescale)
+        if self._rescale is None:
+            return 0.0
+        return learning_rate(self._optimizer, indices, self._rescale)
 
     def _average_rows(self, index: int, parameter: Any) -> bool:
         """Average a row-sparse gradient; returns whether it may be applied."""

@@ -5,6 +5,9 @@ Those about how gradients travel are in mx_gradient_checks.
 
 from __future__ import annotations
 
+from types import ModuleType
+from unittest import mock
+
 import gradient_settings as settings
 import mxnet as mx
 import numpy as np
@@ -14,6 +17,7 @@ from mxnet.contrib.amp.loss_scaler import LossScaler
 from worlds import world_with
 
 import perseus.mxnet as hvd
+from perseus.mxnet import kvstore, optimizer, trainer
 
 
 class _Stepper:
@@ -47,6 +51,56 @@ class _Stepper:
 def _mean(step: int) -> settings.Arrays:
     everybody = [settings.whole(rank, step) for rank in range(hvd.size())]
     return [sum(arrays) / hvd.size() for arrays in zip(*everybody, strict=True)]
+
+
+def _told(module: ModuleType, told: list[float]) -> object:
+    """Record the rates that a module tells to the core."""
+    plain = module.learning_rate
+
+    def learning_rate(*arguments: object) -> float:
+        told.append(plain(*arguments))
+        return told[-1]
+
+    return mock.patch.object(module, "learning_rate", learning_rate)
+
+
+def _falling() -> mx.optimizer.Optimizer:
+    """Rates of 1, 1/2 and 1/4."""
+    schedule = mx.lr_scheduler.FactorScheduler(1, 0.5, base_lr=1.0)
+    return mx.optimizer.SGD(learning_rate=1.0, lr_scheduler=schedule, wd=0.0)
+
+
+def check_a_schedule_gives_the_rate_of_the_present_step() -> None:
+    """Also to weights that come one by one; and it goes on as ever."""
+    stepper, told = _Stepper(), []
+    stepper.trainer = hvd.DistributedTrainer(stepper.parameters, _falling())
+    with _told(trainer, told):
+        for step in range(3):
+            stepper.backward(settings.whole(hvd.rank(), step))
+            stepper.trainer.step(1)
+    assert [rate / told[0] for rate in told] == [1, 0.5, 0.25], told
+
+    mx.nd.waitall()  # the next optimizer has the same names
+    weights, told = [mx.nd.zeros((4,)) for _ in range(2)], []
+    gradients = [mx.nd.ones((4,)) for _ in range(2)]
+    distributed = hvd.DistributedOptimizer(_falling())
+    with _told(optimizer, told):
+        for _ in range(3):
+            for index, weight in enumerate(weights):
+                distributed.update(index, weight, gradients[index], None)
+    assert [rate / told[0] for rate in told] == [1, 1, 0.5, 0.5, 0.25, 0.25], told
+    assert all((weight.asnumpy() == -1.75).all() for weight in weights)
+
+    kv, told = mx.kv.create("dist_sync_perseus"), []
+    kv.init(["schedule0", "schedule1"], [mx.nd.zeros((4,))] * 2)
+    kv.set_optimizer(_falling())
+    with _told(kvstore, told):
+        for _ in range(3):
+            for key in ("schedule0", "schedule1"):
+                kv.push(key, mx.nd.ones((4,)))
+    assert [rate / told[0] for rate in told] == [1, 1, 0.5, 0.5, 0.25, 0.25], told
+    kv.pull("schedule1", weights[1])
+    assert (weights[1].asnumpy() == -1.75 * hvd.size()).all()
 
 
 def check_compression_of_a_trainer_outdoes_the_settings() -> None:
