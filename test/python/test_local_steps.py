@@ -15,6 +15,9 @@ class _Exchange:
     part: int
     due: int
 
+    def received(self) -> bool:
+        return False
+
 
 class _Steps(LocalSteps):
     """Records what is begun and applied; wait() raises `interrupt` once."""
