@@ -43,6 +43,7 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
     """Gives every rank the root's weights and optimizer state, once, after the first batch.
 
     By then the optimizer has all of its variables, so all first steps but the root's are discarded.
+    Counts by which gradient_accumulation_steps decides whether to reduce are equal from the start.
     Each rank keeps its random seeds: ranks drop out different units.
 
     Rank 0 warns if the model's optimizer is not a DistributedOptimizer and nothing else reduces
@@ -70,7 +71,9 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
         self._local_variables.append(var)
 
     def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compare parameters if that is due and the optimizer does not."""
+        """Broadcast counts, the first time; compare parameters unless the optimizer does so."""
+        if not self.broadcast_done:
+            self._broadcast_counts()
         if is_distributed(self.model.optimizer):
             return
         if self._check.due():
@@ -93,6 +96,17 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
             if getattr(optimizer, "_agg_helper", None) is not None:
                 optimizer._agg_helper.forget()  # gradients of the weights before the broadcast
         self.broadcast_done = True
+
+    def _broadcast_counts(self) -> None:
+        """Let the first batch reduce on all ranks or on none, also where one loaded a model."""
+        counts = [
+            optimizer._iterations
+            for optimizer in with_inner(self.model.optimizer)
+            if getattr(optimizer, "gradient_accumulation_steps", None)  # Keras 2 has none
+        ]
+        shared, prefix = self._shared(counts), "BroadcastGlobalVariablesCallback.counts"
+        if shared:
+            backend.broadcast_variables(shared, self.root_rank, prefix)
 
     def _shared(self, variables: Iterable[Any]) -> list[Any]:
         local = {id(variable) for variable in self._local_variables}

@@ -68,6 +68,24 @@ def check_passes_of_weights_before_the_broadcast_are_dropped() -> None:
         assert int(inner._agg_helper.counter) == 3
 
 
+def check_the_first_batch_is_due_everywhere_where_the_root_has_begun() -> None:
+    """Also inside a LossScaleOptimizer: two calls are one step, and the root has made the first."""
+    for scales in (False, True):
+        inner = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))
+        inner._iterations.assign(1 - hvd.rank())
+        optimizer = keras.optimizers.LossScaleOptimizer(inner) if scales else inner
+        steps = []
+
+        class Counts(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None, inner=inner, steps=steps) -> None:
+                steps.append(int(inner.iterations))
+
+        start = callbacks.BroadcastGlobalVariablesCallback(0)
+        _, model = _fit(start, Counts(), optimizer=optimizer, epochs=1)
+        assert steps == [1, 1, 2, 2], steps
+        assert_same_everywhere(model.weights)
+
+
 def check_metrics_are_means_over_ranks() -> None:
     rank, size = hvd.rank(), hvd.size()
     logs = {"b": float(rank), "a": 10.0 * rank + 1, "c": np.float32(0.5)}
