@@ -128,7 +128,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         are taken over; those in a MultiOptimizer are not copied. With gradient_accumulation_steps
         gradients are sent once per step. Keras 2 reduces in minimize() and compute_gradients(), not
         in apply_gradients(), as in Horovod. On PyTorch, change gradients between scale_loss() and
-        apply() under torch.no_grad(), not through `.data`, which PyTorch does not report.
+        apply() on all ranks or on none, and under torch.no_grad(), not through `.data`, which
+        PyTorch does not report.
     name: the prefix of its reductions' names, equal on all ranks; without one, a number.
     device_dense, device_sparse: where reductions run on TensorFlow; "" leaves it to TensorFlow.
     compression: how gradients are encoded on their way. Without it the settings decide, by default

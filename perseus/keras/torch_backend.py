@@ -72,10 +72,8 @@ class _Reducer(HandleReducer):
         try:
             for bundle in bundles:
                 name, first = names[bundle[0]], gradients[bundle[0]]
-                reductions.append(
-                    self._overlap.take(name, first)
-                    or self._begin(name, [tensors[index] for index in bundle])
-                )
+                reducible = [tensors[index] for index in bundle]
+                reductions.append(self._overlap.take(name, first, reducible))
         except Exception as error:
             failures.add(error)
         applies = self.finish(reductions, failures)

@@ -35,8 +35,8 @@ class Overlap:
     `.data` do not count. Values are not compared: all ranks must decide alike whether to reduce a
     gradient again, and a change, such as clipping, may leave the values of some ranks as they were.
 
-    begin: a bound method of an object that outlives this one. begin(name, [gradient]) begins to
-        reduce a gradient in place.
+    begin: a bound method of an object that outlives this one. begin(name, gradients) begins to
+        reduce gradients in place.
     """
 
     def __init__(self, begin: Callable[[str, list[torch.Tensor]], Reduction]) -> None:
@@ -59,20 +59,22 @@ class Overlap:
                     on_gradient(parameter, self, Overlap._on_gradient, name, in_place=False)
         self._watches = self._announced = True
 
-    def take(self, name: str, gradient: torch.Tensor) -> Reduction | None:
+    def take(self, name: str, gradient: torch.Tensor, reducible: list[torch.Tensor]) -> Reduction:
         """Return the reduction that has begun for a gradient.
 
-        Returns None if none has, or if the script has changed or replaced the gradient since, but
-        not through `.data`.
+        Begins to reduce `reducible`, in place, if none has, or if the script has changed or
+        replaced the gradient since, but not through `.data`. The latter has a name of its own: if
+        it happens on some ranks only, it must not meet the others' next gradient.
         """
         self._announced = False
-        begun = self._begun.get(name)
+        begin, begun = self._begin(), self._begun.get(name)
+        assert begin is not None
         if begun is None:
-            return None
+            return begin(name, reducible)
         same = begun.gradient.data_ptr() == gradient.data_ptr()
         if not same or begun.gradient._version != begun.version:
             self._finish(name)
-            return None
+            return begin(f"{name}/changed", reducible)
         del self._begun[name]
         return begun.reduction
 

@@ -21,8 +21,10 @@ from keras_training import (
     make_model,
     message_of,
 )
+from worlds import world_with
 
 import perseus.keras as hvd
+from perseus.errors import HorovodInternalError
 
 
 def check_mixed_precision_trains_in_fit() -> None:
@@ -249,6 +251,33 @@ def check_gradients_that_are_changed_are_counted_once() -> None:
             np.testing.assert_allclose(
                 arrays_of([variable])[0], -0.5 * sum(every), rtol=1e-3, atol=1e-3
             )
+
+
+def check_a_gradient_that_only_one_rank_changes_is_named() -> None:
+    """It does not become a part of the others' next step."""
+    if keras.backend.backend() != "torch":
+        pytest.skip("only on PyTorch do reductions begin before the optimizer has the gradients")
+    import torch
+
+    with world_with(HOROVOD_STALL_CHECK_TIME_SECONDS=1):
+        variable = keras.Variable(np.zeros(4, "float32"), name="scrubbed")
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
+
+        def step(changes: bool) -> None:
+            variable.value.grad = None
+            slope = torch.arange(4.0) + hvd.rank()
+            optimizer.scale_loss((variable.value * slope).sum()).backward()
+            if changes:
+                variable.value.grad.mul_(2.0)
+            optimizer.apply([variable.value.grad], [variable])
+
+        def steps() -> None:
+            step(changes=False)
+            step(changes=hvd.rank() == 0)
+            step(changes=False)
+
+        text = message_of(HorovodInternalError, steps)
+        assert "Deadlock" in text and "scrubbed/changed" in text, text
 
 
 def check_gradients_that_share_their_memory() -> None:
