@@ -21,12 +21,14 @@ class HostSession:
     def __init__(self, local_steps: TorchLocalSteps) -> None:
         self._local_steps = local_steps
 
+    def reduces(self) -> bool:
+        """Return whether gradients reach the core."""
+        # Settings that act on gradients need to see them.
+        return not self._local_steps.workers_of_one or basics.settings_act_on_gradients()
+
     def submit(self, *arguments: Any, **options: Any) -> int:
         """Start reducing gradients and return a handle."""
-        # Settings that act on gradients need to see them.
-        if self._local_steps.workers_of_one and not basics.settings_act_on_gradients():
-            return _NOTHING_TO_DO
-        return session.submit(*arguments, **options)
+        return session.submit(*arguments, **options) if self.reduces() else _NOTHING_TO_DO
 
     def poll(self, handle: int) -> bool:
         """Return whether synchronize() would return at once."""

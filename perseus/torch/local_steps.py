@@ -49,6 +49,7 @@ _CODECS = (EXACT, FLOAT16, BFLOAT16, INT8, INT4, INT2, LOSSLESS)
 class _LocalOptimizer(_DistributedOptimizer):
     """The mixin that LocalSGD and DiLoCo put in front of a distributed optimizer's class."""
 
+    _host_session: HostSession
     _local_steps: TorchLocalSteps
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,6 +84,16 @@ class _LocalOptimizer(_DistributedOptimizer):
         # With the world, a process set may get other ranks.
         if self._reducer.applies and self.process_set.included():
             self._local_steps.begin_step()
+            self._check_closures()
+
+    def _check_closures(self) -> None:
+        """Raise ValueError, on all ranks, for LBFGS whose closures would reduce gradients."""
+        if isinstance(self, torch.optim.LBFGS) and self._host_session.reduces():
+            raise ValueError(
+                "[local steps] torch.optim.LBFGS decides by its own loss how often it calls its "
+                "closure, but all ranks must reduce equally often: use another optimizer, or one "
+                "rank per host, PERSEUS_ACCUMULATE_N_STEPS=1 and no PERSEUS_ALLREDUCE_NANCHECK"
+            )
 
     @calls_hooked_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -239,5 +250,6 @@ def _with_local_steps(
     made.__class__ = type(plain.__name__, (_LocalOptimizer, plain), namespace)
     local = cast(_LocalOptimizer, made)
     local._local_steps = local_steps
-    local._reducer._session = cast(Session, HostSession(local_steps))
+    local._host_session = HostSession(local_steps)
+    local._reducer._session = cast(Session, local._host_session)
     return local

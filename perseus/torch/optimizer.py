@@ -30,6 +30,7 @@ from perseus.gradients.participation import alone
 from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import own
 from perseus.gradients.rotation import parts_of
+from perseus.gradients.turns import SETTING
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
@@ -417,6 +418,12 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     trainable = [p for p in parameters if p.requires_grad]
     rotation = None
     if not alone() and trainable and (parts := parts_of(plan)) > 1:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "[rotate] torch.optim.LBFGS decides by this host's loss how often it calls its "
+                "closure, but all hosts must reduce equally often: use another optimizer, or "
+                f"neither Compression.rotate nor {SETTING}"
+            )
         plan = replace(plan, compression=InsideCompressor)
         rotation = TorchRotation(trainable, names[trainable[0]], process_set, parts)
     wrapped = type(optimizer)

@@ -60,6 +60,37 @@ def check_a_closure_may_compute_the_gradients() -> None:
                     same(training.values(), other.values(), rounding())
 
 
+def _train_by_lbfgs(steps: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parameter of LocalSGD and that of a rank alone; ranks call closures differently often."""
+    results = []
+    for local in (True, False):
+        weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = torch.optim.LBFGS([weight], lr=0.1, max_iter=2 + 2 * hvd.rank())
+        if local:
+            optimizer = hvd.LocalSGD(optimizer, [("weight", weight)], every=steps + 1)
+
+        def closure(optimizer=optimizer, weight=weight) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (weight * torch.arange(1.0, 4.0) - hvd.rank()).pow(4).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+        results.append(weight.detach())
+    return results[0], results[1]
+
+
+def check_lbfgs_needs_hosts_of_one_rank() -> None:
+    with apart():
+        mine, alone = _train_by_lbfgs()
+        assert torch.equal(mine, alone)
+    for world in (world_with(), apart(**nan_check("report"))):
+        with world:
+            text = raised(ValueError, _train_by_lbfgs)
+            assert text.startswith("[local steps] torch.optim.LBFGS"), text
+
+
 def check_diloco_gives_the_values_of_a_simulation() -> None:
     cases = [(1, 1, 0), (1, 1, 1), (4, 1, 4), (4, 1, 0), (4, 2, 2), (6, 3, 1), (5, 3, 5), (4, 4, 0)]
     for every, fragments, delay in cases:

@@ -45,6 +45,20 @@ def check_gradients_may_be_synchronized_before_the_step() -> None:
             simulation.expect(training.values(), 1e-5)
 
 
+def check_lbfgs_is_refused() -> None:
+    """Hosts would call its closure differently often."""
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
+        for compression in (hvd.Compression.settings, hvd.Compression.rotate(2)):
+            model = nn.Linear(2, 1)
+            text = raised(
+                ValueError,
+                lambda model=model, compression=compression: hvd.DistributedOptimizer(
+                    torch.optim.LBFGS(model.parameters()), compression=compression
+                ),
+            )
+            assert text.startswith("[rotate] torch.optim.LBFGS"), text
+
+
 def check_the_setting_does_the_same() -> None:
     with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
         for compression in (hvd.Compression.settings, hvd.Compression.rotate()):
