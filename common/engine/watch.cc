@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/clock.h"
+#include "base/utf8.h"
 #include "engine/engine.h"
 #include "engine/wording.h"
 
@@ -22,6 +23,7 @@ constexpr int64_t kDrainTime = 10 * kSecond;
 // What has been submitted later is probably not waited for.
 constexpr int64_t kJustNow = 100 * kMillisecond;
 constexpr size_t kMostNames = 3;
+constexpr size_t kMostOfAText = 1000;  // in a control message
 // We ourselves were stopped or starved for this long, or half of a limit: nobody else's silence proves anything.
 constexpr int64_t kOwnPause = 5 * kSecond;
 // Half of a short stall limit may be less than a thread with nothing to do sleeps, a second, and housekeeping's pause.
@@ -282,7 +284,9 @@ void Engine::check_stalls(int64_t now) {
   if (ends) fail(ErrorKind::kTimeout, text);
   log_.warning(text);
   for (const auto& [rank, names] : missing)
-    if (route_[rank] != nullptr) route_[rank]->send_control_message(rank, kAwaitMessage + names.substr(0, 1000));
+    if (route_[rank] != nullptr)
+      route_[rank]->send_control_message(rank,
+                                         kAwaitMessage + names.substr(0, fitting_characters(names, kMostOfAText)));
 }
 
 // The same for a send or a receive, of which the two ranks alone know.
@@ -351,7 +355,8 @@ void Engine::tell_peers() {
   for (; untold_ < world_.size; ++untold_) {
     if (route_[untold_] == nullptr) continue;
     const std::string whose = number_lacks_ ? "rank " + std::to_string(world_.rank) + ": " : "";
-    const std::string text = kAbortMessage + whose + failure().message.substr(0, 1000);
+    const std::string cause = failure().message;
+    const std::string text = kAbortMessage + whose + cause.substr(0, fitting_characters(cause, kMostOfAText));
     try {
       route_[untold_]->send_control_message(untold_, text);
     } catch (const Error&) {

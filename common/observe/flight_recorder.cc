@@ -14,6 +14,7 @@
 #include "base/descriptors.h"
 #include "base/json.h"
 #include "base/plain_numbers.h"
+#include "base/utf8.h"
 #include "base/write_aside.h"
 
 namespace perseus {
@@ -92,7 +93,7 @@ void FlightRecorder::record(const Entry& entry, const std::string& name, bool ok
   Record& record = records_[count_ % kKept];
   const Description& d = entry.description;
   record.number = count_++;
-  record.name.assign(name, 0, kNameBytes);
+  record.name.assign(name, 0, fitting_characters(name, kNameBytes));
   record.kind = d.kind;
   record.dtype = d.tensors.empty() ? DType::kUInt8 : d.tensors[0].dtype;
   record.group = entry.group;

@@ -159,10 +159,12 @@ void ContextOwner::end_use() {
   }
 }
 
-std::optional<std::string> ContextOwner::failure() const {
+py::object ContextOwner::failure() const {
   const char* reason = nullptr;
-  if (perseus_context_failed(get(), &reason) == 0) return std::nullopt;
-  return std::string(reason == nullptr ? "" : reason);
+  if (perseus_context_failed(get(), &reason) == 0) return py::none();
+  auto text = py::reinterpret_steal<py::object>(to_str(reason == nullptr ? "" : reason));
+  if (!text) throw py::error_already_set();
+  return text;
 }
 
 std::map<std::string, uint64_t> ContextOwner::stats() const {

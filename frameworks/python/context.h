@@ -52,7 +52,7 @@ class ContextOwner {
   // because Python that runs there calls this, the last use frees.
   void close();
 
-  std::optional<std::string> failure() const;
+  pybind11::object failure() const;
   std::map<std::string, uint64_t> stats() const;
   perseus_speeds speeds(int group);
   std::optional<std::vector<int>> group_ranks(int group) const;

@@ -25,12 +25,14 @@ const char* class_name(perseus_code code) {
 
 }  // namespace
 
+PyObject* to_str(const char* message) {
+  return PyUnicode_DecodeUTF8(message, static_cast<Py_ssize_t>(std::char_traits<char>::length(message)), "replace");
+}
+
 PyObject* make_exception(perseus_code code, const char* message) {
   PyObject* module = PyImport_ImportModule("perseus.errors");
   if (module == nullptr) return nullptr;
-  // Messages may quote bytes of the environment, so not every one is valid UTF-8.
-  PyObject* text =
-      PyUnicode_DecodeUTF8(message, static_cast<Py_ssize_t>(std::char_traits<char>::length(message)), "replace");
+  PyObject* text = to_str(message);
   PyObject* type = text == nullptr ? nullptr : PyObject_GetAttrString(module, class_name(code));
   PyObject* exception = type == nullptr ? nullptr : PyObject_CallOneArg(type, text);
   Py_XDECREF(type);

@@ -143,6 +143,36 @@ TEST_F(FlightRecorder, TheLastFewFilesOfAUserAreKept) {
   for (int rank = 0; rank < 3; ++rank) EXPECT_GE(lines_of(rank).size(), 257u) << rank;
 }
 
+TEST_F(FlightRecorder, ALongNameKeepsWholeCharacters) {
+  WorldOptions options;
+  options.overrides = {"PERSEUS_FLIGHT_RECORDER=" + directory_};
+  const auto accents = [](int count) {
+    std::string text;
+    for (int i = 0; i < count; ++i) text += "\xc3\xa9";
+    return text;
+  };
+  testing::internal::CaptureStderr();
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        for (const std::string begin : {"", "x"}) {
+          Operation operation(PERSEUS_BROADCAST, begin + accents(150), ranks_up_to(2), {{PERSEUS_INT8, {1}}});
+          Call(operation, rank).run(context);
+        }
+        if (rank == 0) perseus_context_abort(context, "enough");
+        const char* reason = "";
+        EXPECT_TRUE(comes_true([&] { return perseus_context_failed(context, &reason) != 0; }));
+      },
+      options);
+  testing::internal::GetCapturedStderr();
+  for (int rank = 0; rank < 2; ++rank) {
+    const std::vector<std::string> lines = lines_of(rank);
+    ASSERT_EQ(lines.size(), 3u);
+    EXPECT_TRUE(contains(lines[1], "\"name\": \"" + accents(100) + "\", \"kind\"")) << lines[1];
+    EXPECT_TRUE(contains(lines[2], "\"name\": \"x" + accents(99) + "\", \"kind\"")) << lines[2];
+  }
+}
+
 TEST_F(FlightRecorder, AWorldThatEndsAsItShouldLeavesNothing) {
   WorldOptions options;
   options.overrides = {"PERSEUS_FLIGHT_RECORDER=" + directory_};

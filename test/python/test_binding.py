@@ -542,6 +542,24 @@ def test_contexts_answer_what_they_are_asked(single):
         context.stats()
 
 
+def test_a_cause_of_many_bytes_arrives_as_a_text_of_whole_characters():
+    def body(rank: Rank) -> str | None:
+        if rank.context.rank == 0:
+            rank.context.abort(reason)
+        with pytest.raises(errors.AbortedError):
+            rank.reduce("t", torch.ones(1))
+        return rank.context.failure()
+
+    for shift in range(4):
+        reason = "." * shift + "\N{GRINNING FACE}" * 300
+        here, there = in_threads(2, body)
+        assert here.endswith(reason)
+        assert here.startswith(there)
+        assert 996 < len(there.encode()) <= 1000
+    reason = b"\xff"  # of no character
+    assert [text[-1] for text in in_threads(2, body)] == ["\N{REPLACEMENT CHARACTER}"] * 2
+
+
 def test_messages_speak_in_terms_of_the_api_that_was_asked_for():
     context = _core.Context(rank=0, size=1, api=1)
     context.close()
