@@ -246,7 +246,7 @@ def abort(reason: str = "no reason given") -> None:
     the last commit, so call it where a rank cannot go on with the present state. Any thread may
     call it. ValueError before init().
     """
-    _context().abort(reason)
+    _context().abort(str(reason).encode("utf-8", "replace"))
     for hook in _world.end_hooks:
         hook()
 
@@ -495,7 +495,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Blocks until that is done. ValueError when HOROVOD_TIMELINE was not set at init() (DYNAMIC arms
     this call and records nothing by itself), or when the file cannot be written.
     """
-    _context().start_timeline(os.fspath(file_path), mark_cycles)
+    _context().start_timeline(os.fsencode(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:

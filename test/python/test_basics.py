@@ -181,6 +181,14 @@ def test_communicators_of_old_scripts():
     assert not basics.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("reason", "text"), [("\udcff", "?"), ("\N{SNOWMAN}", "\N{SNOWMAN}"), (ValueError("x"), "x")]
+)
+def test_any_reason_ends_the_world(world, reason, text):
+    basics.abort(reason)
+    assert basics.world_failure() == f"rank 0 called abort(): {text}"
+
+
 def test_a_bad_variable_fails_init_with_its_name(monkeypatch):
     monkeypatch.setenv("PERSEUS_ALLREDUCE_STREAMS", "many")
     with pytest.raises(ValueError, match="Horovod initialization failed") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,15 @@ def test_dynamic_records_between_start_and_stop(started: Any, tmp_path: Path) ->
     basics.shutdown()
     assert names(tmp_path / "third.json") == {"four"}
     assert names(first) == {"one", "two"}
+
+
+def test_names_of_files_are_any_bytes(started: Any, tmp_path: Path) -> None:
+    run = started("DYNAMIC")
+    path = tmp_path / os.fsdecode(b"\xff.json")
+    basics.start_timeline(path)
+    run("one")
+    basics.stop_timeline()
+    assert names(path) == {"one"}
 
 
 def test_a_file_named_at_start_is_written_from_there(started: Any, tmp_path: Path) -> None:
