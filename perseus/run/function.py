@@ -269,7 +269,7 @@ def _raise_failure(launcher: Launcher, answers: _Answers, number: int, status: i
 
 
 def _failure_in(content: memoryview) -> tuple[str, BaseException | None]:
-    """Return a failed rank's traceback and its exception, or None if that cannot be unpickled."""
+    """Return a failed rank's traceback and its exception, or None if pickle cannot restore it."""
     try:
         trace, pickled = loads(content)
     except (EOFError, UnpicklingError):
@@ -277,6 +277,7 @@ def _failure_in(content: memoryview) -> tuple[str, BaseException | None]:
     # The traceback in which it is printed has this head already.
     trace = trace.removeprefix(_TRACE_HEAD)
     try:
-        return trace, None if pickled is None else loads(pickled)
+        cause = None if pickled is None else loads(pickled)
     except Exception:  # such as an exception whose constructor takes other arguments
         return trace, None
+    return trace, cause if isinstance(cause, BaseException) else None

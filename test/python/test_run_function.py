@@ -214,6 +214,13 @@ class _UnfriendlyError(Exception):
         super().__init__(text)
 
 
+class _DisguisedError(Exception):
+    """Is a str when it arrives."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ("disguised",)
+
+
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
@@ -257,9 +264,13 @@ def test_an_exception_that_cannot_travel_arrives_as_text() -> None:
     def unfriendly() -> None:
         raise _UnfriendlyError("text", 3)
 
+    def disguised() -> None:
+        raise _DisguisedError("text")
+
     for work, text in (
         (holds_a_lock, "ValueError: ('locked'"),
         (unfriendly, "_UnfriendlyError: text"),
+        (disguised, "_DisguisedError: text"),
     ):
         with pytest.raises(RuntimeError) as raised:
             run(work)
