@@ -383,7 +383,8 @@ PyMethodDef kMethods[] = {
      "synchronize($self, handle, /)\n--\n\nWaits for the handle; returns its output, None for an unknown one and\n"
      "for a gradient that is not to be applied, because it was added to a sum or has a NaN. Of a receive it returns\n"
      "the sender's rank, of a send None."},
-    {"close", close, METH_NOARGS, "close($self, /)\n--\n\nKeeps every open handle's outcome and closes the context."},
+    {"close", close, METH_NOARGS,
+     "close($self, /)\n--\n\nKeeps every open handle's outcome, after Context.shutdown() and before Context.close()."},
     {"open_handles", open_handles, METH_NOARGS, "open_handles($self, /)\n--\n\nHow many await synchronize."},
     {nullptr, nullptr, 0, nullptr}};
 
