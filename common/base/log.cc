@@ -1,6 +1,7 @@
 // One write(2) per line, so that lines of several ranks on one terminal do not mix.
 #include "base/log.h"
 
+#include <poll.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -32,9 +33,15 @@ void Log::write(LogLevel level, const std::string& text) const {
     size_t done = 0;
     while (done < line.size()) {
       const ssize_t n = ::write(STDERR_FILENO, line.data() + done, line.size() - done);
-      // Nothing sensible can be done when standard error is gone.
-      if (n <= 0 && errno != EINTR) return;
-      if (n > 0) done += static_cast<size_t>(n);
+      if (n > 0) {
+        done += static_cast<size_t>(n);
+      } else if (n < 0 && errno == EAGAIN) {
+        // Another process, with which this one shares standard error, may have made it non-blocking.
+        pollfd ready{STDERR_FILENO, POLLOUT, 0};
+        ::poll(&ready, 1, -1);
+      } else if (errno != EINTR) {
+        return;  // nothing sensible can be done when standard error is gone
+      }
     }
   });
 }
