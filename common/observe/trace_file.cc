@@ -30,10 +30,11 @@ std::string before_suffix(const std::string& path, const std::string& more) {
 }
 
 TraceFile::TraceFile(const std::string& path) : wanted_(path) {
-  // Opening may wait for a server or a reader, which must not hold up a fork: a file is guarded a moment later.
+  // Opening may wait for a server, which must not hold up a fork: a file is guarded a moment later.
   const int opened = open_free();
   if (opened >= 0) {
-    fd_ = open_guarded([&] { return ::fcntl(opened, F_DUPFD_CLOEXEC, 0); });
+    // Events take the place of the closing bracket, which a pipe cannot do.
+    if (::lseek(opened, 0, SEEK_CUR) == 0) fd_ = open_guarded([&] { return ::fcntl(opened, F_DUPFD_CLOEXEC, 0); });
     const int why = errno;
     ::close(opened);
     errno = why;
@@ -43,12 +44,12 @@ TraceFile::TraceFile(const std::string& path) : wanted_(path) {
                                           ". Name a file in a directory that exists and may be written to");
 }
 
-// As long as the file is open, it is locked. Where there are no locks, or no files, nothing is: two worlds of a process
-// that write to one pipe have asked for that.
+// As long as the file is open, it is locked. Where there are no locks, or for devices, nothing is. O_NONBLOCK: a pipe
+// that nobody reads is refused at once.
 int TraceFile::open_free() {
   for (int number = 1;; ++number) {
     path_ = number == 1 ? wanted_ : before_suffix(wanted_, "-" + std::to_string(number));
-    const int opened = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    const int opened = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
     struct stat status{};
     if (opened < 0 || ::fstat(opened, &status) != 0 || !S_ISREG(status.st_mode)) return opened;
     const bool taken = ::flock(opened, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;

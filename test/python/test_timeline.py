@@ -110,3 +110,15 @@ def test_a_file_that_cannot_be_written_is_named(
     monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "no" / "t.json"))
     with pytest.raises(ValueError, match=r"Horovod initialization failed: \[timeline\] cannot"):
         basics.init()
+
+
+def test_pipes_are_refused(started: Any, tmp_path: Path) -> None:
+    started("DYNAMIC")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader, writer = os.pipe()
+    for path, why in ((f"/dev/fd/{writer}", "Illegal seek"), (fifo, "No such device or address")):
+        with pytest.raises(ValueError, match=rf"cannot write '{path}': {why}\. Name a file"):
+            basics.start_timeline(path)
+    os.close(reader)
+    os.close(writer)
