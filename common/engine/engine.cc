@@ -416,6 +416,7 @@ bool Engine::announce_computed(int64_t now, bool eager) {
     throw;
   }
   announce();
+  if (!computed.empty()) perf_check_.computing_until(loading_.any() ? INT64_MAX : now_ns());
   if (loading_.any()) waker_->arm_timer(settled ? kPollDevice : kLookAgain);
   look_again_ns_ = computed.empty() ? now + kLookAgain : 0;
   return !computed.empty();
@@ -467,6 +468,8 @@ void Engine::finish(Entry* entry, const Status& status) {
   if (entry->staging)
     progress_.guard([&]() PERSEUS_REQUIRES(progress_lock) { end_storing(entry, slot); }, &slot->status);
   const Completion done = entry->done;
+  if (perf_check_.on() && entry->gradient_of != 0 && done.call != nullptr)
+    perf_check_.ended(entry->gradient_of, entry->group, now_ns());
   const int64_t handle = HandleTable::handle_of(*slot, entry->handle);
   recycle(entry);
   operations_.fetch_add(1, std::memory_order_relaxed);

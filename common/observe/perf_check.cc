@@ -8,18 +8,28 @@ namespace perseus {
 
 double PerfCheck::submitted(uint64_t owner, int group, const char* name, int64_t now) {
   const MutexLock lock(mutex_);
-  const int64_t waited = waited_ns_.load(std::memory_order_relaxed);
   Steps& steps = by_group_[group];
-  if (steps.owner == 0) {
-    steps = {name, owner, 0, now, waited};
-    return -1;
+  if (steps.owner == 0) steps = {name, owner, -1, now, waited_ns_.load(std::memory_order_relaxed), now, 0, {}};
+  if (owner != steps.owner) return -1;
+  if (!steps.names.insert(name).second) {
+    steps.names = {name};
+    waited(std::max(steps.submitted_ns, counted_until_ns_), steps.ended_ns);
+    counted_until_ns_ = std::max(steps.ended_ns, counted_until_ns_);
   }
-  if (owner != steps.owner || steps.first != name || ++steps.count < steps_) return -1;
-  const int64_t computed = std::max<int64_t>(now - steps.began_ns - (waited - steps.began_waited_ns), 1);
+  steps.submitted_ns = now;
+  if (steps.first != name || ++steps.count < steps_) return -1;
+  const int64_t all_waits = waited_ns_.load(std::memory_order_relaxed);
+  const int64_t computed = std::max<int64_t>(now - steps.began_ns - (all_waits - steps.began_waited_ns), 1);
   steps.count = 0;
   steps.began_ns = now;
-  steps.began_waited_ns = waited;
+  steps.began_waited_ns = all_waits;
   return static_cast<double>(computed) / 1e9 / static_cast<double>(steps_);
+}
+
+void PerfCheck::ended(uint64_t owner, int group, int64_t now) {
+  const MutexLock lock(mutex_);
+  const auto steps = by_group_.find(group);
+  if (steps != by_group_.end() && steps->second.owner == owner) steps->second.ended_ns = now;
 }
 
 void PerfCheck::forget(uint64_t owner) {

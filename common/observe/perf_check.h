@@ -2,9 +2,11 @@
 // waits for Perseus; every N steps the ranks of a group compare it. Thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,14 +21,21 @@ class PerfCheck {
 
   bool on() const { return steps_ > 0; }
   int64_t steps() const { return steps_; }
-  // Time a caller has spent in a wait. Callers that wait at the same time count each, so several that always do hide
-  // computing.
-  void waited(int64_t ns) { waited_ns_.fetch_add(ns, std::memory_order_relaxed); }
+  // A caller was in a wait. Callers that wait at the same time count each, so several that always do hide computing.
+  void waited(int64_t from_ns, int64_t to_ns) {
+    const int64_t computed = computing_until_ns_.load(std::memory_order_relaxed);
+    waited_ns_.fetch_add(std::max<int64_t>(to_ns - std::max(from_ns, computed), 0), std::memory_order_relaxed);
+  }
+  // A device computes gradients for which callers wait already, and has done so by then; INT64_MAX = it still does.
+  void computing_until(int64_t ns) { computing_until_ns_.store(ns, std::memory_order_relaxed); }
 
   // Called for every submitted gradient. A group's step is over when its first gradient comes again. Negative, except
   // after `steps` steps: then the seconds of computing per step. All members of a group count its steps, whatever other
   // groups they are in: otherwise some would wait for a comparison that others never begin.
   double submitted(uint64_t owner, int group, const char* name, int64_t now);
+  // Called at the end of every gradient for which nobody is in a wait: its submitter is called back. Such a step waits
+  // from its last submission, which is that of the last gradient to be computed, to its last end.
+  void ended(uint64_t owner, int group, int64_t now);
   // The optimizer submits no more gradients; another one's count the steps from now on.
   void forget(uint64_t owner);
   // The group was removed; another one may get its number.
@@ -48,11 +57,16 @@ class PerfCheck {
     int64_t count = 0;  // since began_ns
     int64_t began_ns = 0;
     int64_t began_waited_ns = 0;
+    int64_t submitted_ns = 0;  // the last gradient
+    int64_t ended_ns = 0;      // the last one of ended()
+    // Since a gradient came again: threads may submit those of every step in another order.
+    std::set<std::string> names;
   };
 
   const int64_t steps_;
-  std::atomic<int64_t> waited_ns_{0};
+  std::atomic<int64_t> waited_ns_{0}, computing_until_ns_{0};
   Mutex mutex_;
+  int64_t counted_until_ns_ PERSEUS_GUARDED_BY(mutex_) = 0;  // of waits for calls back: groups may have them at once
   std::map<int, Steps> by_group_ PERSEUS_GUARDED_BY(mutex_);
 };
 
@@ -64,7 +78,7 @@ class WaitTimer {
  public:
   explicit WaitTimer(PerfCheck& check) : check_(check), began_ns_(check.on() ? now_ns() : 0) {}
   ~WaitTimer() {
-    if (check_.on()) check_.waited(now_ns() - began_ns_);
+    if (check_.on()) check_.waited(began_ns_, now_ns());
   }
   WaitTimer(const WaitTimer&) = delete;
   WaitTimer& operator=(const WaitTimer&) = delete;

@@ -59,6 +59,31 @@ TEST(Cuda, StagingMemoryIsUsedAgain) {
   });
 }
 
+// The script waits for its own GPU, too: that is computing, as the search for slow ranks sees it.
+TEST(Cuda, ARankWhoseGpuIsSlowIsNamed) {
+  const auto operation = sum_of("gradient", 2, 1000);
+  WorldOptions options;
+  options.overrides = {"PERSEUS_PERF_CHECK_N_STEPS=4", "HOROVOD_LOG_HIDE_TIME=1"};
+  testing::internal::CaptureStderr();
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        for (int step = 0; step < 12; ++step) {
+          DeviceCall call(*operation, rank, &gpu);
+          call.gradient_of = 1;
+          const std::chrono::milliseconds computes(rank == 0 ? 1 : 50);
+          ASSERT_EQ(call.submit(context, [=] { std::this_thread::sleep_for(computes); }).code, PERSEUS_OK);
+          call.finish(context);
+        }
+        EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "end", nullptr, 0)).code, PERSEUS_OK);
+      },
+      options);
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(text.find("computing for each: rank 1 "), std::string::npos) << text;
+  EXPECT_EQ(text.find("computing for each: rank 0 "), std::string::npos) << text;
+}
+
 // The gradients of a step, small and large, ask little of the driver: those of one stream are loaded together, buckets
 // are stored as a whole, and requests share events.
 TEST(Cuda, AStepAsksTheDriverForLittle) {

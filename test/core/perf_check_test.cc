@@ -15,17 +15,48 @@ TEST(PerfCheck, AStepIsFromOneFirstGradientToTheNextWithoutWaits) {
   PerfCheck check(2);
   EXPECT_LT(check.submitted(1, 0, "a", 1000 * kMs), 0) << "counting starts here";
   EXPECT_LT(check.submitted(1, 0, "b", 1010 * kMs), 0);
-  check.waited(30 * kMs);
+  check.waited(1020 * kMs, 1050 * kMs);
   EXPECT_LT(check.submitted(1, 0, "a", 1100 * kMs), 0);
   EXPECT_LT(check.submitted(2, 0, "a", 1110 * kMs), 0) << "of another optimizer";
   EXPECT_LT(check.submitted(1, 3, "a", 1110 * kMs), 0) << "of another group";
-  check.waited(50 * kMs);
+  check.waited(1120 * kMs, 1170 * kMs);
   EXPECT_DOUBLE_EQ(check.submitted(1, 0, "a", 1200 * kMs), 0.060);  // (200 - 80) / 2
   EXPECT_LT(check.submitted(1, 0, "a", 1250 * kMs), 0);
   EXPECT_DOUBLE_EQ(check.submitted(1, 0, "a", 1300 * kMs), 0.050) << "nothing is left over from the last time";
-  check.waited(500 * kMs);
+  check.waited(0, 500 * kMs);
   EXPECT_LT(check.submitted(1, 0, "a", 1310 * kMs), 0);
   EXPECT_GT(check.submitted(1, 0, "a", 1320 * kMs), 0) << "two threads waited at once";
+}
+
+TEST(PerfCheck, WhoIsCalledBackWaitsFromTheLastSubmissionToTheLastEnd) {
+  PerfCheck check(2);
+  check.ended(1, 0, 5 * kMs);
+  for (int64_t step = 0; step < 3; ++step) {
+    const int64_t began = step * 100 * kMs;
+    if (step == 1) {
+      EXPECT_LT(check.submitted(1, 0, "b", began), 0) << "this time in another order";
+    }
+    const double seconds = check.submitted(1, 0, "a", began);
+    EXPECT_DOUBLE_EQ(seconds, step < 2 ? -1 : 0.040);
+    check.ended(1, 0, began + 5 * kMs);  // while the next one is computed
+    EXPECT_LT(check.submitted(1, 0, step == 1 ? "c" : "b", began + 30 * kMs), 0);
+    EXPECT_DOUBLE_EQ(check.submitted(1, 3, "b", began + 50 * kMs), step < 2 ? -1 : 0.040) << "of another group";
+    EXPECT_LT(check.submitted(2, 0, "b", began + 50 * kMs), 0) << "of another optimizer";
+    check.ended(1, 0, began + 90 * kMs);
+    check.ended(1, 3, began + 85 * kMs);
+    check.ended(2, 0, began + 95 * kMs);
+  }
+}
+
+TEST(PerfCheck, WhoWaitsForItsOwnDeviceComputes) {
+  PerfCheck check(1);
+  EXPECT_LT(check.submitted(1, 0, "a", 100 * kMs), 0);
+  check.computing_until(INT64_MAX);
+  check.waited(110 * kMs, 120 * kMs);
+  check.computing_until(150 * kMs);
+  check.waited(120 * kMs, 170 * kMs);
+  check.waited(170 * kMs, 180 * kMs);
+  EXPECT_DOUBLE_EQ(check.submitted(1, 0, "a", 200 * kMs), 0.070);
 }
 
 TEST(PerfCheck, AnotherOptimizerTakesOverFromOneThatIsGone) {

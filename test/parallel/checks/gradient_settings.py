@@ -328,18 +328,17 @@ def agreed(flag: bool) -> bool:
 
 
 class SlowRank:
-    """Has the last rank dawdle before its steps, ever longer, until rank 0 has named it."""
+    """Has the last rank dawdle before its steps, always as long, until rank 0 has named it."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
-        self._delay = 0.02
         self.steps = 0
         self.named = False
 
     def before_step(self) -> None:
         """Be slow, on one rank."""
         if basics.rank() == basics.size() - 1:
-            time.sleep(self._delay)
+            time.sleep(0.3)
 
     def after_step(self) -> None:
         """Every few steps, ask; AssertionError when it has taken too long."""
@@ -351,7 +350,6 @@ class SlowRank:
         self.named = agreed(any(slow in line.partition("for each:")[2] for line in lines))
         assert basics.rank() == 0 or not lines, lines
         assert self.named or self.steps < 28, self._text()
-        self._delay *= 2
 
 
 class Silence:
