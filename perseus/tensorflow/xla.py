@@ -119,22 +119,12 @@ def within() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
-def _warn_of_perf_check() -> None:
-    if basics.is_initialized() and basics.setting("PERSEUS_PERF_CHECK_N_STEPS") > 0:
-        warnings.warn(
-            "[tensorflow] PERSEUS_PERF_CHECK_N_STEPS: in a program of XLA waiting for other ranks "
-            "looks like computing, so slow ranks may not be found: search with jit_compile=False",
-            stacklevel=3,
-        )
-
-
 def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
     from tensorflow import autograph
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
-        compiled = within()
-        if compiled and not (built and name in _COMPILED):
+        if within() and not (built and name in _COMPILED):
             lacks = (
                 "for which Perseus' XLA library must be built, once on every host, with "
                 "`perseusrun --build-xla`; or"
@@ -145,8 +135,6 @@ def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
                 f"[tensorflow] {name} is called in a function that XLA compiles, {lacks} pass "
                 "jit_compile=False, to tf.function or to Keras' Model.compile"
             )
-        if compiled:
-            _warn_of_perf_check()
         return function(*args, **kwargs)
 
     return autograph.experimental.do_not_convert(make)
