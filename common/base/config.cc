@@ -210,7 +210,8 @@ constexpr Variable kTable[] = {
      "step."},
     {Var::kNanAction, "PERSEUS_ALLREDUCE_NANCHECK_ACTION", "", VarType::kChoice, "report", "report|raise|skip", true,
      "What happens after a NaN: report = a warning on every rank, raise = an error on every rank, skip = the warning, "
-     "and no rank takes the optimizer's step."},
+     "and no rank takes the optimizer's step. A NaN that only the sum of one of several hosts has, as with "
+     "Compression.rotate, is known there alone: with skip, zeros take its place."},
     {Var::kPerfCheckSteps, "PERSEUS_PERF_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
      "Number of steps after which the ranks compare how long they compute, without the time that they wait for each "
      "other; the lowest rank of a process set names its slow ones. 100 is a good value, 0 = off."},

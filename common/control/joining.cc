@@ -111,6 +111,7 @@ Entry* Negotiation::stand_in(Name* name) {
   entry->last_rank = -1;
   entry->splits.clear();
   entry->nans.clear();
+  entry->one_of_many = false;
   entry->buffers.clear();
   entry->bytes = 0;
   size_t room = kTensorAlign;

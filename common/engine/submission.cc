@@ -241,6 +241,7 @@ void Engine::fill(const Submission& s, Entry* entry) {
   entry->bytes = 0;
   entry->buffers.clear();
   entry->nans.clear();
+  entry->one_of_many = false;
   // Then the sum is where the result goes.
   const bool summed = s.gradient_of != 0 && !is_point_to_point(s.kind) && accumulation_.on();
   for (int i = 0; i < s.tensor_count; ++i) {

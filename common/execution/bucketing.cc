@@ -301,6 +301,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& code
 
 // Ranks of other hosts take no part, in which a sum is as large as one of all ranks.
 void Execution::add_inside(Entry* entry, size_t tensor, const CodecSpec& codec) {
+  entry->one_of_many = true;
   const Description& d = entry->description;
   const Levels& levels = this->levels(false);
   Fit fit(entry->buffers[tensor].device, Collective::kAllreduce,

@@ -11,10 +11,9 @@ namespace {
 constexpr size_t kMostNamed = 8;
 constexpr int kSum = -1;  // in place of a rank
 
-// Is it the sum over one host, so that others do not know of the NaN?
+// Is it the sum over one of several hosts, so that the others do not know of the NaN?
 bool only_here(const Entry& entry) {
-  return entry.description.compression.codec.kind == CodecKind::kInside && !entry.nans.empty() &&
-         entry.nans.front().rank == kSum;
+  return entry.one_of_many && !entry.nans.empty() && entry.nans.front().rank == kSum;
 }
 
 // "allreduce.fc.bias on rank 1", "grouped_allreduce.fc (tensor 2 of 3 on rank 0, tensor 0 of 3 on rank 2)",

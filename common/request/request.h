@@ -198,8 +198,9 @@ struct Entry {
     int rank;  // global; -1 = in the sum alone
     uint32_t tensor;
   };
-  std::vector<Nan> nans;  // found by any rank; once all ranks have submitted it
-  uint32_t handle = 0;    // index in the handle table
+  std::vector<Nan> nans;     // found by any rank; once all ranks have submitted it
+  bool one_of_many = false;  // its sum is that of one of several hosts
+  uint32_t handle = 0;       // index in the handle table
   Completion done;
   int group = 0;
   uint64_t admitted_after = 0;  // so many parts of rounds that this rank had composed

@@ -216,6 +216,24 @@ TEST_P(NanCheck, LooksAtTheSumOverRanks) {
   }
 }
 
+TEST(NanCheckOfHosts, ASumOfASingleHostIsThatOfAllRanks) {
+  testing::internal::CaptureStderr();
+  run_world(
+      all_media()[0], 3,
+      [](int rank, perseus_context* context) {
+        for (int step = 0; step < 3; ++step) {
+          std::vector<std::vector<float>> data(2, std::vector<float>(20000, static_cast<float>(rank + 1)));
+          if (step == 1 && rank < 2) data[1][19999] = rank == 0 ? kInfinity : -kInfinity;
+          const std::vector<Result> results = run_gradients(context, {"two"}, &data, true, PERSEUS_CODEC_INSIDE);
+          EXPECT_EQ(results[0].gradient, step == 1 ? PERSEUS_GRADIENT_SKIPPED : PERSEUS_GRADIENT_REDUCED);
+          EXPECT_EQ(data[0][19999], 6);
+        }
+      },
+      with("skip"));
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(times(text, "(tensor 1 of 2 in the sum over all ranks): this step is skipped on every rank\n"), 3u) << text;
+}
+
 // Other hosts do not see it, and count a step.
 TEST(NanCheckOfHosts, ZerosTakeThePlaceOfASumThatOneHostAloneWouldSkip) {
   testing::internal::CaptureStderr();
