@@ -5,7 +5,9 @@ Looks without importing, so that asking costs nothing. Thread-safe.
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,10 +36,11 @@ def remedy() -> str:
     """Return what helps where a library of this package is missing."""
     package = Path(__file__).resolve().parent
     tree = package.parent
-    if (tree / "setup.py").exists() and not any(package.glob("_core.*.so")):
+    is_built = any((package / f"_core{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+    if (tree / "setup.py").exists() and not is_built:
         return (
-            f"{tree} is the source tree, where nothing is built, and hides an installed package: "
-            f"run elsewhere, or `pip install -e {tree}`"
+            f"{tree} is the source tree, where nothing is built for this Python, and hides an "
+            f"installed package: run elsewhere, or `pip install -e {tree}`"
         )
     return "it is not installed whole, or for another Python: pip install Perseus again"
 
@@ -63,10 +66,13 @@ def require_served(module: str, version: str) -> None:
 
 
 def unserved(module: str, version: str) -> str:
-    """Return why a version of a framework is not served; "" if it is."""
+    """Return why a version of a framework is not served; "" if it is, or has no numbers."""
     name, command = _FRAMEWORKS[module]
     oldest, beyond = _SERVED[module]
-    given = tuple(int(part) for part in version.split(".")[:2])
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:  # it is for whoever imports it to say
+        return ""
+    given = tuple(map(int, found.groups()))
     if beyond is not None and not oldest <= given < beyond:
         return (
             f"{name} {version} is not served, its engine is called in another way than that of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
@@ -95,9 +96,13 @@ def _unserved(module: str) -> str:
 
     A framework takes seconds to import, so this asks what pip knows of it.
     """
-    named = metadata.packages_distributions().get(module, [])
-    versions = {metadata.version(name) for name in named if name.startswith(module)}
-    return unserved(module, versions.pop()) if len(versions) == 1 else ""
+    versions = set()
+    for name in metadata.packages_distributions().get(module, []):
+        # An installation that was interrupted may have no name, or no version.
+        with suppress(metadata.PackageNotFoundError):
+            if name and name.startswith(module):
+                versions.add(metadata.version(name))
+    return unserved(module, versions.pop() or "") if len(versions) == 1 else ""
 
 
 def _found(module: str) -> bool:

@@ -103,7 +103,8 @@ def test_check_build_has_the_sections_that_scripts_look_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "mark"), [("1.8.0", " "), ("1.9.1", "X"), ("2.0.0b1", " "), (None, "X")]
+    ("version", "mark"),
+    [("1.8.0", " "), ("1.9.1", "X"), ("2.0.0b1", " "), ("unknown", "X"), (None, "X")],
 )
 def test_check_build_marks_no_framework_whose_version_is_not_served(
     version: str | None, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,19 @@ def test_check_build_marks_no_framework_whose_version_is_not_served(
     report = check_build.report("0.1.0")
     assert f"    [{mark}] MXNet\n" in report
     assert (f"\nMXNet {version} is not served" in report) == (mark == " ")
+
+
+@pytest.mark.parametrize("files", [{}, {"METADATA": "Name: mxnet\n"}])
+def test_check_build_bears_installations_that_are_not_whole(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = tmp_path / "mxnet-1.9.1.dist-info"
+    known.mkdir()
+    (tmp_path / "mxnet.py").touch()
+    for name, text in {"top_level.txt": "mxnet\n", **files}.items():
+        (known / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "    [X] MXNet\n" in check_build.report("0.1.0")
 
 
 @pytest.mark.parametrize("there", [True, False])
