@@ -273,6 +273,7 @@ def test_news_stay_in_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyP
         ("localhost,tunnel,b", "10.1.2.3"),
         ("localhost,tunnel", ""),
         ("localhost,lost", ""),
+        ("localhost,lost,b", ""),
     ],
 )
 def test_store_of_fixed_hosts_listens_where_they_see_this_host(

@@ -101,10 +101,13 @@ class ElasticLauncher(Launcher):
         others = [host.name for host in discovery.find() if not is_local(host.name)]
         if not others:
             return "127.0.0.1"
-        found = (source_address(real_name(name)) for name in others)
+        if named := host_start.address_by_variables():
+            return named
+        found = [source_address(real_name(name)) for name in others]
+        if None in found:  # only ssh knows the way there
+            return ""
         # Loopback may lead into a tunnel, whose other end does not reach it.
-        towards = (address for address in found if address and not is_loopback(address))
-        return host_start.address_by_variables() or next(towards, "")
+        return next((address for address in found if address and not is_loopback(address)), "")
 
     def _start_and_wait(self) -> None:
         assert self._watch is not None
