@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,10 +31,11 @@ def learning_rate(optimizer: Any, keys: Sequence[Any], rescale: float | None = N
 def _next_rate(optimizer: Any, keys: Sequence[Any]) -> Any:
     """Return the rate of the next update of keys.
 
-    A schedule may have a state. It is asked with the number with which the update will ask it.
+    A schedule may have a state that such a question changes, so a copy is asked. The update asks
+    with a lower number if it leaves out the keys with the highest counts.
     """
     if optimizer.lr_scheduler is None:
         return optimizer.learning_rate
     counts, first = optimizer._index_update_count, optimizer.begin_num_update
     numbers = (counts.get(key, first) + 1 for key in keys)
-    return optimizer.lr_scheduler(max([optimizer.num_update, *numbers]))
+    return copy.copy(optimizer.lr_scheduler)(max([optimizer.num_update, *numbers]))

@@ -103,6 +103,26 @@ def check_a_schedule_gives_the_rate_of_the_present_step() -> None:
     assert (weights[1].asnumpy() == -1.75 * hvd.size()).all()
 
 
+def check_a_schedule_is_asked_for_no_later_step() -> None:
+    """Parameters that are trained in turn have been updated differently often."""
+    results = []
+    for make in (hvd.DistributedTrainer, mx.gluon.Trainer):
+        parameters = [mx.gluon.Parameter(f"turn{index}", shape=(3,)) for index in range(2)]
+        for parameter in parameters:
+            parameter.initialize(mx.init.Zero())
+        schedule = mx.lr_scheduler.FactorScheduler(3, 0.5, base_lr=1.0)
+        options = {"learning_rate": 1.0, "lr_scheduler": schedule}
+        stepper = make(parameters, "sgd", options)
+        for parameter in [parameters[1]] * 3 + [parameters[0]] * 3:
+            with autograd.record():
+                loss = (parameter.data() * 2).sum()
+            loss.backward()
+            stepper.step(1, ignore_stale_grad=True)
+        results.append([parameter.data().asnumpy() for parameter in parameters])
+    assert (results[1][0] == -6).all()
+    np.testing.assert_array_equal(*results)
+
+
 def check_compression_of_a_trainer_outdoes_the_settings() -> None:
     given = settings.normal(hvd.rank(), 0)
     exact = [
