@@ -21,7 +21,7 @@ from perseus.keras.metrics import means
 from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import readable
 from perseus.keras.training_thread import InTrainingThread
-from perseus.keras.wrapping import is_distributed
+from perseus.keras.wrapping import distributed_in, is_distributed
 
 __all__ = [
     "BestModelCheckpoint",
@@ -101,7 +101,7 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
         """Let the first batch reduce on all ranks or on none, also where one loaded a model."""
         counts = [
             optimizer._iterations
-            for optimizer in with_inner(self.model.optimizer)
+            for optimizer in distributed_in(self.model.optimizer)
             if getattr(optimizer, "gradient_accumulation_steps", None)  # Keras 2 has none
         ]
         shared, prefix = self._shared(counts), "BroadcastGlobalVariablesCallback.counts"

@@ -27,7 +27,12 @@ else:
 
 def is_distributed(optimizer: Any) -> bool:
     """Whether an optimizer is a DistributedOptimizer, or contains one."""
-    return any(isinstance(each, _kind.DistributedMixin) for each in with_inner(optimizer))
+    return bool(distributed_in(optimizer))
+
+
+def distributed_in(optimizer: Any) -> list[Any]:
+    """Return the DistributedOptimizers among an optimizer and those that it contains."""
+    return [each for each in with_inner(optimizer) if isinstance(each, _kind.DistributedMixin)]
 
 
 def distribute(optimizer: Any, options: Options) -> Any:

@@ -86,6 +86,19 @@ def check_the_first_batch_is_due_everywhere_where_the_root_has_begun() -> None:
         assert_same_everywhere(model.weights)
 
 
+def check_counts_that_decide_nothing_are_not_broadcast_before_the_first_batch() -> None:
+    """A MultiOptimizer may know its inner ones on the root alone, if that has loaded a model."""
+    inner = [keras.optimizers.SGD(0.01, gradient_accumulation_steps=2) for _ in range(2)]
+    choice = keras.optimizers.MultiOptimizer(lambda variable: inner[len(variable.shape) % 2])
+    optimizer, model = hvd.DistributedOptimizer(choice), make_model()
+    if hvd.rank() == 0:
+        optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+    start = callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(*make_data(hvd.rank()), batch_size=8, verbose=0, callbacks=[start])
+    assert_same_everywhere(model.weights)
+
+
 def check_metrics_are_means_over_ranks() -> None:
     rank, size = hvd.rank(), hvd.size()
     logs = {"b": float(rank), "a": 10.0 * rank + 1, "c": np.float32(0.5)}
