@@ -88,9 +88,11 @@ class LocalSteps(Rotation):
         """See Turns."""
         turn = self._turn + 1
         self._apply_due(turn)
+        due = turn + self.pace.delay
+        sent = {each.part for each in self._under_way if each.due == due}  # before an interrupt
         for part in range(self.parts):
-            if self.pace.is_due(part, turn):
-                begun = self.begin(part, turn + self.pace.delay)
+            if self.pace.is_due(part, turn) and part not in sent:
+                begun = self.begin(part, due)
                 if begun is not None:
                     self._under_way.append(begun)
         self._turn, self._owes_turn, self._ends_step = turn, False, False

@@ -99,6 +99,10 @@ class TorchLocalSteps(LocalSteps):
         super().begin_world()
         self.one_worker = self.workers_of_one = False
 
+    def follow(self, first: bool) -> None:
+        """Take over the state of the rank that is `first`, which gives its parameters to all."""
+        self._worth = _LOADED if first else _NONE
+
     def agree(self) -> None:
         """See LocalSteps."""
         mine = self._worth, self.signature(), self._size_of_worker()

@@ -88,7 +88,8 @@ class _LocalOptimizer(_DistributedOptimizer):
 
     def _check_closures(self) -> None:
         """Raise ValueError, on all ranks, for LBFGS whose closures would reduce gradients."""
-        if isinstance(self, torch.optim.LBFGS) and self._host_session.reduces():
+        alone = self.process_set.size() == 1
+        if isinstance(self, torch.optim.LBFGS) and not alone and self._host_session.reduces():
             raise ValueError(
                 "[local steps] torch.optim.LBFGS decides by its own loss how often it calls its "
                 "closure, but all ranks must reduce equally often: use another optimizer, or one "

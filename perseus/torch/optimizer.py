@@ -418,7 +418,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     trainable = [p for p in parameters if p.requires_grad]
     rotation = None
     if not alone() and trainable and (parts := parts_of(plan)) > 1:
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if isinstance(optimizer, torch.optim.LBFGS) and active and process_set.size() != 1:
             raise ValueError(
                 "[rotate] torch.optim.LBFGS decides by this host's loss how often it calls its "
                 "closure, but all hosts must reduce equally often: use another optimizer, or "

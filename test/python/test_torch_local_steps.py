@@ -44,6 +44,24 @@ def test_local_sgd_is_the_plain_optimizer():
     assert optimizer.state_dict().keys() == plain.state_dict().keys()
 
 
+def test_lbfgs_meets_nobody_who_would_call_its_closure_differently_often(monkeypatch):
+    hvd.shutdown()
+    monkeypatch.setenv("PERSEUS_ALLREDUCE_NANCHECK", "1")
+    hvd.init()
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = hvd.DiLoCo(torch.optim.LBFGS([weight]), [("weight", weight)], every=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert optimizer.state_dict()["perseus_local_steps"]["step"] == 3
+
+
 @pytest.mark.parametrize("delay", [0, 3])
 def test_the_outer_optimizer_is_that_of_torch(delay):
     (expected, plain), (model, inner) = _start(), _start()

@@ -30,6 +30,7 @@ from perseus.torch.functions import (
     broadcast_parameters,
     plain_buffers,
 )
+from perseus.torch.local_exchanges import TorchLocalSteps
 from perseus.torch.residuals import OWNER
 from perseus.torch.wrapped import wrapper_residuals
 
@@ -92,6 +93,8 @@ class OptimizerStateHandler(_UnharmedHandler):
     def sync(self) -> None:
         """Take over rank 0's moments and options."""
         broadcast_optimizer_state(self.value, root_rank=0)
+        if isinstance(local_steps := getattr(self.value, "_local_steps", None), TorchLocalSteps):
+            local_steps.follow(basics.rank() == 0)
 
     def contents(self) -> Iterator[memoryview]:
         """Yield the moments that are contiguous in host memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 
 import torch
 from local_replicas import Replicas
@@ -208,29 +209,33 @@ def check_ranks_go_on_with_the_steps_of_the_last_one_to_join() -> None:
 
 
 def check_survivors_go_on_with_the_outer_state() -> None:
-    for wrap, options in kinds():
+    """After a failure, and as they are when hosts have come, with ranks that load a checkpoint."""
+    for (wrap, options), fails in itertools.product(kinds(), (True, False)):
         with apart():
             training = Training(wrap, **options)
             weights = nn.ParameterDict(training.parameters)
             state = hvd.elastic.TorchState(optimizer=training.optimizer, weights=weights)
-            for _ in range(6):
+            for _ in range(3):
+                training.step()
+            checkpoint = copy.deepcopy(training.optimizer.state_dict())
+            for _ in range(3):
                 training.step()
             state.commit()
             assert training.equal_everywhere()
             committed = copy.deepcopy(training.optimizer.state_dict()["perseus_local_steps"])
             training.step()
             training.step()
-            state.restore()
+            if fails:
+                state.restore()
             reset()
             if hvd.rank() == hvd.size() - 1:  # as a rank that comes new
-                training.optimizer.load_state_dict(
-                    {**training.optimizer.state_dict(), "perseus_local_steps": None}
-                )
+                nothing = {**training.optimizer.state_dict(), "perseus_local_steps": None}
+                training.optimizer.load_state_dict(nothing if fails else checkpoint)
             state.sync()
             assert training.equal_everywhere()
             training.step()
             after = training.optimizer.state_dict()["perseus_local_steps"]
-            assert after["step"] == committed["step"] + 1
+            assert after["step"] == committed["step"] + (1 if fails else 3)
             for _ in range(5):
                 training.step()
             if wrap is hvd.DiLoCo:
