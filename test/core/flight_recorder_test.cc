@@ -151,6 +151,7 @@ TEST_F(FlightRecorder, ALongNameKeepsWholeCharacters) {
     for (int i = 0; i < count; ++i) text += "\xc3\xa9";
     return text;
   };
+  Barrier all_are_done(2);
   testing::internal::CaptureStderr();
   run_world(
       all_media()[0], 2,
@@ -159,6 +160,7 @@ TEST_F(FlightRecorder, ALongNameKeepsWholeCharacters) {
           Operation operation(PERSEUS_BROADCAST, begin + accents(150), ranks_up_to(2), {{PERSEUS_INT8, {1}}});
           Call(operation, rank).run(context);
         }
+        all_are_done.wait();
         if (rank == 0) perseus_context_abort(context, "enough");
         const char* reason = "";
         EXPECT_TRUE(comes_true([&] { return perseus_context_failed(context, &reason) != 0; }));
