@@ -216,42 +216,43 @@ TEST_P(NanCheck, LooksAtTheSumOverRanks) {
   }
 }
 
-TEST(NanCheckOfHosts, ASumOfASingleHostIsThatOfAllRanks) {
+// Sums inside hosts, in which ranks 0 and 1 make a NaN in the second of three steps. look(rank, step, result, data)
+// sees the results. Returns what was logged.
+template <class Look>
+std::string logged_of_sums_inside(int size, const std::vector<std::string>& settings, const Look& look) {
   testing::internal::CaptureStderr();
   run_world(
-      all_media()[0], 3,
-      [](int rank, perseus_context* context) {
+      all_media()[0], size,
+      [&](int rank, perseus_context* context) {
         for (int step = 0; step < 3; ++step) {
           std::vector<std::vector<float>> data(2, std::vector<float>(20000, static_cast<float>(rank + 1)));
           if (step == 1 && rank < 2) data[1][19999] = rank == 0 ? kInfinity : -kInfinity;
-          const std::vector<Result> results = run_gradients(context, {"two"}, &data, true, PERSEUS_CODEC_INSIDE);
-          EXPECT_EQ(results[0].gradient, step == 1 ? PERSEUS_GRADIENT_SKIPPED : PERSEUS_GRADIENT_REDUCED);
-          EXPECT_EQ(data[0][19999], 6);
+          look(rank, step, run_gradients(context, {"two"}, &data, true, PERSEUS_CODEC_INSIDE)[0], data);
         }
       },
-      with("skip"));
-  const std::string text = testing::internal::GetCapturedStderr();
+      with("skip", settings));
+  return testing::internal::GetCapturedStderr();
+}
+
+TEST(NanCheckOfHosts, ASumOfASingleHostIsThatOfAllRanks) {
+  const std::string text = logged_of_sums_inside(
+      3, {}, [](int, int step, const Result& result, const std::vector<std::vector<float>>& data) {
+        EXPECT_EQ(result.gradient, step == 1 ? PERSEUS_GRADIENT_SKIPPED : PERSEUS_GRADIENT_REDUCED);
+        EXPECT_EQ(data[0][19999], 6);
+      });
   EXPECT_EQ(times(text, "(tensor 1 of 2 in the sum over all ranks): this step is skipped on every rank\n"), 3u) << text;
 }
 
 // Other hosts do not see it, and count a step.
 TEST(NanCheckOfHosts, ZerosTakeThePlaceOfASumThatOneHostAloneWouldSkip) {
-  testing::internal::CaptureStderr();
-  run_world(
-      all_media()[0], 4,
-      [](int rank, perseus_context* context) {
-        for (int step = 0; step < 3; ++step) {
-          std::vector<std::vector<float>> data(2, std::vector<float>(20000, static_cast<float>(rank + 1)));
-          if (step == 1 && rank < 2) data[1][19999] = rank == 0 ? kInfinity : -kInfinity;
-          const std::vector<Result> results = run_gradients(context, {"two"}, &data, true, PERSEUS_CODEC_INSIDE);
-          EXPECT_EQ(results[0].gradient, PERSEUS_GRADIENT_REDUCED);
-          const float sum = rank < 2 ? 6 : 14;  // times the number of hosts
-          EXPECT_EQ(data[0][19999], sum);
-          for (float value : data[1]) ASSERT_EQ(value, step == 1 && rank < 2 ? 0 : sum);
-        }
-      },
-      with("skip", {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=2"}));
-  const std::string text = testing::internal::GetCapturedStderr();
+  const std::string text =
+      logged_of_sums_inside(4, {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=2"},
+                            [](int rank, int step, const Result& result, const std::vector<std::vector<float>>& data) {
+                              EXPECT_EQ(result.gradient, PERSEUS_GRADIENT_REDUCED);
+                              const float sum = rank < 2 ? 6 : 14;  // times the number of hosts
+                              EXPECT_EQ(data[0][19999], sum);
+                              for (float value : data[1]) ASSERT_EQ(value, step == 1 && rank < 2 ? 0 : sum);
+                            });
   EXPECT_EQ(times(text, "(tensor 1 of 2 in the sum over the ranks of this host): zeros take its place\n"), 2u) << text;
 }
 
