@@ -291,13 +291,17 @@ def at_end(hook: Callable[[], None]) -> None:
 
 
 def at_reset(hook: Callable[[], None]) -> None:
-    """Call `hook` whenever this process is about to leave the world for the next one."""
+    """Call `hook` when the world has ended here, before this process leaves it for the next one.
+
+    Nothing is under way any more, and what the core holds can still be read.
+    """
     _world.reset_hooks.append(hook)
 
 
 def shutdown_for_next() -> None:
     """shutdown() in a process that will init() again and continue with its state."""
     if _world.context is not None:
+        _world.context.shutdown()
         for hook in _world.reset_hooks:
             hook()
     shutdown()

@@ -514,6 +514,32 @@ def check_what_is_held_is_not_broadcast() -> None:
         _assert_same_held(training.held(), held)
 
 
+def check_a_world_is_left_while_gradients_are_under_way() -> None:
+    """As when hosts have changed between backward and step: those gradients are lost, no job is."""
+    count = 1 << 22
+    with apart():
+        parameter = nn.Parameter(torch.zeros(count))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0),
+            named_parameters=[("p", parameter)],
+            compression=hvd.Compression.int8,
+        )
+        gradient = torch.arange(count) % 1000 * (hvd.rank() + 1.0) + 0.25
+        state = hvd.elastic.TorchState(optimizer=optimizer)
+        for complete in (True, False, True):
+            optimizer.zero_grad()
+            (parameter * gradient).sum().backward()
+            hvd.barrier()  # all have submitted it, and it takes longer than this
+            if complete:
+                optimizer.step()
+            reset()
+            state.sync()
+        assert _same_everywhere(parameter.detach())
+        (held,) = (entry[1] for entry in optimizer.state_dict()[KEY].values())
+        assert held.shape == (2, count) and held.any()
+    assert_job_usable()
+
+
 def check_survivors_go_on_with_what_they_hold() -> None:
     with apart():
         straight, training = _Training(), _Training()
