@@ -47,7 +47,12 @@ class Pace(NamedTuple):
 
     def is_due(self, part: int, turn: int) -> bool:
         """Return whether a part is exchanged after a step, of which the first is 1."""
-        return (turn - (part + 1) * self.every // self.parts) % self.every == 0
+        return self.next_due(part, turn - 1) == turn
+
+    def next_due(self, part: int, turn: int) -> int:
+        """Return the first step, of those later than `turn`, after which a part is exchanged."""
+        first = (part + 1) * self.every // self.parts
+        return turn + 1 + (first - turn - 1) % self.every
 
 
 class LocalSteps(Rotation):

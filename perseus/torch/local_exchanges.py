@@ -183,12 +183,19 @@ class TorchLocalSteps(LocalSteps):
         self._turn = state["step"]
         # Parts of another number of them do not fit, and the next exchanges make up for them.
         fits = state["parts"] == self.parts
-        # With a shorter delay than then, the next exchange of a part must not come before.
-        latest = self._turn + max(1, self.pace.delay)
+        # At a faster pace than then, the next exchange of a part must not come before.
         self._under_way = [
-            Exchange(part, min(due, latest), self._copied(sent), 0, self._copied(average), True)
+            Exchange(
+                part,
+                min(due, self.pace.next_due(part, self._turn)),
+                self._copied(sent),
+                0,
+                self._copied(average),
+                True,
+            )
             for part, due, sent, average in (state["under_way"] if fits else [])
         ]
+        self._under_way.sort(key=lambda each: each.due)
 
     def _copied(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.to(self._device, copy=True)  # a checkpoint may be from another device

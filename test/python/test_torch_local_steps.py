@@ -109,8 +109,8 @@ def test_one_worker_saves_and_resumes():
     assert torch.equal(model.weight, other.weight)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_run_may_go_on_at_a_faster_pace(delay):
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 3), (4, 4), (5, 2), (8, 4)])
+def test_a_run_may_go_on_at_a_faster_pace(every, delay):
     """With an outer rate of 1 and no momentum, one rank does what the plain optimizer does."""
     outer = {"outer_lr": 1.0, "outer_momentum": 0.0, "compression": hvd.Compression.none}
     (expected, plain), (model, inner) = _start(), _start()
@@ -120,11 +120,21 @@ def test_a_run_may_go_on_at_a_faster_pace(delay):
             saved = copy.deepcopy(optimizer.state_dict())
             assert len(saved["perseus_local_steps"]["under_way"]) == 1
             inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=1, delay=delay, **outer)
+            pace = {"every": every, "delay": delay}
+            optimizer = hvd.DiLoCo(inner, model.named_parameters(), **pace, **outer)
             optimizer.load_state_dict(saved)
         _step(expected, plain, step)
         _step(model, optimizer, step)
         assert torch.allclose(model.weight, expected.weight, atol=1e-6)
+
+
+def test_what_was_under_way_arrives_in_the_order_in_which_it_is_due():
+    """Parts are exchanged in turns, which another pace may have in another order."""
+    model, inner = _start()
+    optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=4, fragments=2)
+    under_way = [(part, 20, torch.zeros(3), torch.ones(3)) for part in (1, 0)]
+    optimizer._local_steps.take_over({"step": 5, "parts": 2, "under_way": under_way})
+    assert [(each.part, each.due) for each in optimizer._local_steps._under_way] == [(0, 6), (1, 8)]
 
 
 @pytest.mark.parametrize("wrap", [hvd.LocalSGD, hvd.DiLoCo])
