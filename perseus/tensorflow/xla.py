@@ -38,11 +38,15 @@ _COMPILED = frozenset(
 )  # fmt: skip
 
 
+def _is_typed(tensorflow: Any) -> bool:
+    """Whether XLA has its typed interface, which lets a program wait for several calls at once."""
+    return Path(tensorflow.sysconfig.get_include(), "xla", "ffi", "api", "ffi.h").exists()
+
+
 def sources(tensorflow: Any) -> list[Path]:
     """The library's sources for a TensorFlow; our own headers are beside them or in FOLDERS."""
-    typed = Path(tensorflow.sysconfig.get_include(), "xla", "ffi", "api", "ffi.h").exists()
     own = ["kernels", "plan", "compiled_call", "library"]
-    own.append("targets_ffi" if typed else "targets_status")
+    own.append("targets_ffi" if _is_typed(tensorflow) else "targets_status")
     return [
         *(FOLDERS[0] / f"{name}.cc" for name in own),
         *(FOLDERS[1] / f"{name}.cc" for name in ("question", "settings")),
@@ -119,12 +123,27 @@ def within() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
+def _warn_of_perf_check() -> None:
+    """Warn where a program waits for one collective before it starts the next."""
+    import tensorflow
+
+    searches = basics.is_initialized() and basics.setting("PERSEUS_PERF_CHECK_N_STEPS") > 0
+    if searches and not _is_typed(tensorflow):
+        warnings.warn(
+            "[tensorflow] PERSEUS_PERF_CHECK_N_STEPS: in a program of this version's XLA, waiting "
+            "for other ranks looks like computing, so slow ranks may not be found: search with "
+            "jit_compile=False",
+            stacklevel=3,
+        )
+
+
 def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
     from tensorflow import autograph
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if within() and not (built and name in _COMPILED):
+        compiled = within()
+        if compiled and not (built and name in _COMPILED):
             lacks = (
                 "for which Perseus' XLA library must be built, once on every host, with "
                 "`perseusrun --build-xla`; or"
@@ -135,6 +154,8 @@ def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
                 f"[tensorflow] {name} is called in a function that XLA compiles, {lacks} pass "
                 "jit_compile=False, to tf.function or to Keras' Model.compile"
             )
+        if compiled:
+            _warn_of_perf_check()
         return function(*args, **kwargs)
 
     return autograph.experimental.do_not_convert(make)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import gradient_settings as settings
 import keras
@@ -22,7 +24,7 @@ from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd
 import perseus.tensorflow.horovod.keras as hvd_keras
-from perseus.tensorflow import mpi_ops, ops
+from perseus.tensorflow import mpi_ops, ops, xla
 
 DTYPES = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int32, tf.int64]
 SHAPES = [(1,), (5, 7), (3, 0, 2), (1031,)]
@@ -160,20 +162,35 @@ def check_settings_for_gradients_act_under_xla() -> None:
 
 
 def check_a_slow_rank_is_named_under_xla() -> None:
+    if not xla._is_typed(tf):
+        return  # see the next check
     with world_with(PERSEUS_PERF_CHECK_N_STEPS=2), settings.captured_stderr() as text:
-        weight = tf.Variable(tf.ones([3]))
+        weights = [tf.Variable(tf.ones([3])), tf.Variable(tf.ones([5]))]
 
         @_compiled
         def reduced():
             with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(weight * weight)
-            return hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+                loss = sum(tf.reduce_sum(weight * weight) for weight in weights)
+            return hvd.DistributedGradientTape(tape).gradient(loss, weights)
 
         slow = settings.SlowRank(text)
         while not slow.named:
             slow.before_step()
             reduced()
             slow.after_step()
+
+
+def check_the_search_for_slow_ranks_says_where_it_cannot_look_into_programs() -> None:
+    for typed in (True, False):
+        with (
+            world_with(PERSEUS_PERF_CHECK_N_STEPS=2),
+            mock.patch.object(xla, "_is_typed", lambda _, typed=typed: typed),
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            _compiled(lambda value: mpi_ops._allreduce(value, "searched"))(tf.ones([3]))
+        lines = [str(line.message) for line in told]
+        assert any("PERSEUS_PERF_CHECK_N_STEPS" in line for line in lines) != typed, lines
 
 
 def _fitted(compiled: bool) -> list[np.ndarray]:
