@@ -72,7 +72,7 @@ TEST(Cuda, ARankWhoseGpuIsSlowIsNamed) {
         for (int step = 0; step < 12; ++step) {
           DeviceCall call(*operation, rank, &gpu);
           call.gradient_of = 1;
-          const std::chrono::milliseconds computes(rank == 0 ? 1 : 50);
+          const std::chrono::milliseconds computes(rank == 0 ? 1 : 200);
           ASSERT_EQ(call.submit(context, [=] { std::this_thread::sleep_for(computes); }).code, PERSEUS_OK);
           call.finish(context);
         }

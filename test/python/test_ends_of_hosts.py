@@ -53,7 +53,7 @@ def test_a_host_is_lost_while_nobody_reads_the_output(flags: list[str], tmp_path
         holder = tmp_path / "holder"
         assert eventually(lambda: holder.exists() and holder.read_text().endswith("\n"))
         try:
-            status, output, errors = job.finish(60)
+            status, output, errors = job.finish()
         finally:
             os.kill(int(holder.read_text()), signal.SIGKILL)
     assert status == 1, errors
@@ -69,8 +69,8 @@ def test_a_connection_that_outlives_the_agent_does_not_fail_the_job(
     SIGTERM and says more after the rank's end."""
     ssh = 'for last; do :; done; sleep 300 & sh -c "$last"; wait'
     monkeypatch.setenv("PATH", fake_ssh(tmp_path, ssh))
-    monkeypatch.setattr(launch, "_AGENT_GRACE", 1.5)
+    monkeypatch.setattr(launch, "_AGENT_GRACE", 6)
     rank = 'trap "" TERM; (sleep 1.5; echo last) & echo first'
-    job = Job(["sh", "-c", rank], [Slot(0, "far", 0, 1, 0, 1)], silence=3.0)
+    job = Job(["sh", "-c", rank], [Slot(0, "far", 0, 1, 0, 1)], silence=12.0)
     assert Launcher(job).run() == 0
     assert capfd.readouterr() == ("[0]<stdout>:first\n[0]<stdout>:last\n", "")
