@@ -17,7 +17,7 @@ def buffer_of(array: Any) -> Any:
     return np.ascontiguousarray(array.asnumpy()).reshape(-1).view(np.uint8)
 
 
-class WeightsByKey:
+class WeightsByKey(ParameterCheck):
     """Compares weights that are updated one by one; see StepKeys.
 
     name_of: returns the name of a key's weight, for messages.
@@ -29,15 +29,21 @@ class WeightsByKey:
         name_of: Callable[[Any], str] = str,
     ) -> None:
         self._name_of = name_of
-        self._check = ParameterCheck(process_set)
         self._weights: dict[Any, Any] = {}
+        self._steps = StepKeys()
+        super().__init__(process_set)
+
+    def begin_world(self) -> None:
+        """Forget weights, too: new ranks lack those that are not trained any more."""
+        super().begin_world()
+        self._weights.clear()
         self._steps = StepKeys()
 
     def update(self, key: Any, weight: Any) -> None:
         """Compare all weights if that is due; call it before a weight is updated."""
-        if self._check.every == 0:
+        if self.every == 0:
             return
-        if self._steps.begins(key) and self._check.due():
+        if self._steps.begins(key) and self.due():
             weights = self._weights.items()
-            self._check.compare((self._name_of(k), buffer_of(array)) for k, array in weights)
+            self.compare((self._name_of(k), buffer_of(array)) for k, array in weights)
         self._weights[key] = weight

@@ -8,19 +8,20 @@ from typing import Any
 class StepKeys:
     """The keys of the present step. Nothing marks its end: the next begins when a key occurs again.
 
-    All ranks see the same beginnings if they pass the same keys in every step.
+    All ranks see the same beginnings if they pass the same keys in every step. is_first: whether
+    the present step is the first one, or none has begun.
     """
 
     def __init__(self) -> None:
         self._keys: set[Any] = set()
         self._last: set[Any] = set()  # those of the step before that have not occurred yet
-        self._is_first = True
+        self.is_first = True
 
     def begins(self, key: Any) -> bool:
         """Add a key; return whether a step begins with it."""
         begins = not self._keys or key in self._keys
         if begins:
-            self._is_first = not self._keys
+            self.is_first = not self._keys
             self._last, self._keys = self._keys, set()
         self._keys.add(key)
         self._last.discard(key)
@@ -38,4 +39,4 @@ class StepKeys:
 
     def is_complete(self) -> bool:
         """Return whether all keys of the step before have occurred, so that no more is expected."""
-        return not self._is_first and not self._last
+        return not self.is_first and not self._last

@@ -17,6 +17,7 @@ from perseus.gradients.rotation import parts_of
 from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight, WeightRotation
 from perseus.mxnet.step_keys import StepKeys
+from perseus.mxnet.worlds import outlives_worlds
 
 
 class WeightTurns:
@@ -113,6 +114,8 @@ class WeightTurnsByKey(WeightTurns):
     """The rotation of an optimizer or a store, which gets its steps key by key; see StepKeys.
 
     A new key takes part from the next step on: before that, ranks have the same weights anyway.
+    Every world has a first step, even for what has been trained before, since it has one for new
+    ranks; until then, the keys of the last world are those that synchronize_parameters() averages.
     """
 
     def __init__(self, plan: Plan, name: str, weight_of: Callable[[Any], Weight]) -> None:
@@ -121,6 +124,12 @@ class WeightTurnsByKey(WeightTurns):
         self._steps = StepKeys()
         self._outcomes: set[Outcome] = set()
         self._has_turned = False
+        outlives_worlds(self)
+
+    def begin_world(self) -> None:
+        """See Lasting."""
+        self._steps = StepKeys()
+        self._outcomes.clear()
 
     def drop(self) -> None:
         """See Turns. A step that a failure has cut short takes no turn."""
@@ -167,6 +176,8 @@ class WeightTurnsByKey(WeightTurns):
         begins = self._steps.begins(key)
         if begins:
             self._averaged.learn()
+            if self._steps.is_first:
+                self._averaged.known.clear()
         return begins
 
     def _take_if_due(self) -> None:

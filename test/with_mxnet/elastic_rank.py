@@ -1,6 +1,8 @@
 """A rank of an elastic job: rank 1 of three is killed, and a new process takes its place.
 
 perseusrun -np 3 --min-np 2 --blacklist-cooldown-range 1 2 python elastic_rank.py DIRECTORY CODEC
+
+With rotate, a DistributedOptimizer averages weights, which gets its steps key by key.
 """
 
 import hashlib
@@ -17,10 +19,12 @@ import perseus.mxnet as hvd
 
 STEPS = 8
 killed = Path(sys.argv[1]) / "killed"
-codec = getattr(hvd.Compression, sys.argv[2])
+rotates = sys.argv[2] == "rotate"
 
 # Codecs act between hosts: each rank is one.
 os.environ.update(LIGHT_2D_ALLREDUCE="1", LIGHT_INTRA_SIZE="1")
+if rotates:
+    os.environ["PERSEUS_DOWNSAMPLE_N_ELEMENTS"] = "2"
 hvd.init()
 mx.random.seed(10 + hvd.rank())  # sync makes them equal
 net = gluon.nn.HybridSequential()
@@ -31,9 +35,13 @@ net.add(
 )
 net.initialize(mx.init.Xavier())
 net.hybridize()
-trainer = hvd.DistributedTrainer(
-    net.collect_params(), "adam", {"learning_rate": 0.01}, compression=codec
-)
+parameters, adam = net.collect_params(), mx.optimizer.Adam(learning_rate=0.01)
+if rotates:
+    source = hvd.DistributedOptimizer(adam)
+    trainer = gluon.Trainer(parameters, source, kvstore=None)
+else:
+    codec = getattr(hvd.Compression, sys.argv[2])
+    source = trainer = hvd.DistributedTrainer(parameters, adam, compression=codec)
 state = hvd.elastic.MXNetState(net, trainer, step=0, taken_in=-1)
 
 
@@ -62,11 +70,9 @@ def train(state):
 
 train(state)
 _, momenta = zip(*sorted(trainer._updaters[0].states.items()), strict=True)
-weights = [
-    parameter.data() for parameter in net.collect_params().values() if parameter.grad_req != "null"
-]
-arrays = [*weights, *(array for pair in momenta for array in pair)]
-holds = any(any(values) for _, values in trainer.residuals().values())
+weights = [parameter.data() for parameter in parameters.values() if parameter.grad_req != "null"]
+arrays = weights if rotates else [*weights, *(array for pair in momenta for array in pair)]
+holds = any(any(values) for _, values in source.residuals().values())
 digest = hashlib.sha256(b"".join(array.asnumpy().tobytes() for array in arrays)).hexdigest()
 print(
     f"finished {hvd.rank()} {state.step} {trainer._optimizer.num_update} {holds} {digest[:8]}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import gradient_settings as settings
@@ -15,7 +15,11 @@ from mxnet.contrib.amp.loss_scaler import LossScaler
 
 import perseus.mxnet as hvd
 from perseus.elastic import HostUpdateResult, notification_manager
+from perseus.gradients.outcome import Outcome
+from perseus.gradients.plan import Plan
+from perseus.mxnet.rotation import Weight
 from perseus.mxnet.step_keys import StepKeys
+from perseus.mxnet.weight_turns import WeightTurnsByKey
 
 COMMITTED, STEPS = 2, 5
 
@@ -219,6 +223,47 @@ def check_a_step_that_is_cut_short_is_none() -> None:
     assert keys.begins("a") and keys.give_up()
     assert keys.begins("a") and not keys.is_complete()
     assert not keys.begins("b") and keys.is_complete()
+
+
+class _Turns(WeightTurnsByKey):
+    """Keeps the numbers of steps with turns, and the keys that take them."""
+
+    def __init__(self) -> None:
+        super().__init__(Plan(), "keys", lambda _: Weight(None))
+        self.taken: list[tuple[int, list[str]]] = []
+        self._number = 0
+
+    def take(self, keys: Sequence[str]) -> None:
+        self.taken.append((self._number, list(keys)))
+
+    def step(self, keys: str, others_update: bool) -> None:
+        for key in keys:
+            if others_update:
+                self.before_others_update(key, applies=True)
+            else:
+                self.before_update(key)
+                self.after_update(key, Outcome.REDUCED)
+        self._number += 1
+
+
+def check_weights_take_turns_in_a_new_world_as_those_of_a_new_rank() -> None:
+    """After a last step with all keys, or some; the first turn waits for the second step."""
+    for others_update, expected in (
+        (False, [(1, ["a", "b"]), (1, ["a", "b"]), (2, ["a", "b"])]),
+        (True, [(0, []), (1, ["a", "b"]), (2, ["a", "b"])]),
+    ):
+        for last in ("abc", "ab"):
+            with settings.world_with():
+                old = _Turns()
+                for keys in ("abc", last):
+                    old.step(keys, others_update)
+            with settings.world_with():
+                old._number, old.taken = 0, []
+                new = _Turns()
+                for _ in range(3):
+                    for turns in (old, new):
+                        turns.step("ab", others_update)
+                assert old.taken == new.taken == expected
 
 
 def check_a_trainer_keeps_what_its_distributed_optimizer_wraps() -> None:

@@ -11,6 +11,7 @@ from worlds import world_with
 
 import perseus.mxnet as hvd
 from perseus.errors import MismatchError
+from perseus.mxnet.parameter_check import WeightsByKey
 
 
 def _net() -> tuple[mx.gluon.Block, mx.gluon.ParameterDict]:
@@ -92,3 +93,22 @@ def check_equal_parameters_pass() -> None:
                 net, parameters = _net()
                 _steps(net, make(parameters), 4)
                 mx.nd.waitall()
+
+
+def check_a_new_rank_lacks_what_is_not_trained_any_more() -> None:
+    """The last rank is new in the second world; the others have left a step in its middle."""
+    weights = {key: mx.nd.full((3,), len(key)) for key in ("a", "bb", "ccc")}
+    with world_with(PERSEUS_PARAMETER_CHECK_N_STEPS=2):
+        compared = WeightsByKey()
+        for key in ("a", "bb", "ccc", "a"):
+            compared.update(key, weights[key])
+    with world_with(PERSEUS_PARAMETER_CHECK_N_STEPS=2):
+        if hvd.rank() == hvd.size() - 1:
+            compared = WeightsByKey()
+        for key in ("bb", "a") * 4:
+            compared.update(key, weights[key])
+        weights["bb"][0] = hvd.rank()
+        message = raised(
+            MismatchError, lambda: [compared.update(key, weights[key]) for key in ("bb", "a") * 2]
+        )
+        assert "the parameter bb is" in message and "of 2 parameters 1 differs" in message
