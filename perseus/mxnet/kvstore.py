@@ -48,6 +48,7 @@ from perseus.mxnet.optimizer import unwrapped
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
 from perseus.mxnet.weight_turns import WeightTurnsByKey
+from perseus.mxnet.worlds import outlives_worlds
 from perseus.process_sets import global_process_set
 
 
@@ -74,6 +75,12 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         self._step = Step()
         self._weights = WeightsByKey()
         self._turns = self._new_turns()
+        outlives_worlds(self)
+
+    def begin_world(self) -> None:
+        """See Lasting. No rank goes on with a step of the last world."""
+        self._step.begin()
+        self._reducer.begin_world()
 
     def __del__(self) -> None:
         """There is nothing of MXNet's to free."""

@@ -44,6 +44,10 @@ class StoreReducer:
         """Use another encoding from now on: the core flushes what the last one has held back."""
         self.plan = self._reducer.plan = replace(self.plan, compression=compression)
 
+    def begin_world(self) -> None:
+        """See Lasting. The core's sums over steps have ended with the last world."""
+        self._summed.clear()
+
     def forget(self) -> None:
         """See GradientReducer."""
         self._summed.clear()

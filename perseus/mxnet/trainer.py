@@ -36,6 +36,7 @@ from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight
 from perseus.mxnet.sparse import sum_rows
 from perseus.mxnet.weight_turns import TurningSource, WeightTurns
+from perseus.mxnet.worlds import outlives_worlds
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
@@ -123,6 +124,11 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         # Without a reference to the trainer: it ends with its last reference.
         weight_of = partial(_weight_of, self._params, self._updaters)
         self._turns = WeightTurns(plan, f"trainer.{self._prefix}", weight_of)
+        outlives_worlds(self)
+
+    def begin_world(self) -> None:
+        """See Lasting. The core's sums over steps have ended with the last world."""
+        self._end_sum()
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Average gradients over all ranks and update, as in gluon.

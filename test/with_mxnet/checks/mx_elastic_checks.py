@@ -10,6 +10,7 @@ import gradient_settings as settings
 import mxnet as mx
 import numpy as np
 import pytest
+from mx_training import assert_close
 from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler
 
@@ -264,6 +265,44 @@ def check_weights_take_turns_in_a_new_world_as_those_of_a_new_rank() -> None:
                     for turns in (old, new):
                         turns.step("ab", others_update)
                 assert old.taken == new.taken == expected
+
+
+def check_sums_over_steps_end_with_their_world() -> None:
+    """Neither may what they left out count as old, nor what they alone contained as new."""
+    for by_hand in (False, True):
+        for lost in ([0], [0, 1]):
+            layers = [gluon.Parameter(f"layer{i}", shape=(3,)) for i in range(2)]
+            for parameter in layers:
+                parameter.initialize(mx.init.One())
+            rates = {"learning_rate": 1.0, "wd": 0.5}
+            with settings.world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+                trainer = hvd.DistributedTrainer(layers, "sgd", rates)
+                expected = np.ones((2, 3))
+                for used in ([0, 1], [0, 1], lost):
+                    _pass(trainer, [layers[i] for i in used], by_hand)
+                expected = 0.5 * expected - _slope()
+            used = [0] if len(lost) == 2 else [0, 1]
+            with settings.world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+                for _ in range(2):
+                    _pass(trainer, [layers[i] for i in used], by_hand)
+                expected[used] = 0.5 * expected[used] - _slope()
+            assert_close([parameter.data().asnumpy() for parameter in layers], expected)
+
+
+def _pass(trainer: hvd.DistributedTrainer, used: list[gluon.Parameter], by_hand: bool) -> None:
+    with autograd.record():
+        loss = mx.nd.add_n(*(parameter.data().sum() for parameter in used)) * (hvd.rank() + 1)
+    loss.backward()
+    if by_hand:
+        trainer.allreduce_grads()
+        trainer.update(1, ignore_stale_grad=True)
+    else:
+        trainer.step(1, ignore_stale_grad=True)
+
+
+def _slope() -> float:
+    """Of a loss in two passes, on average."""
+    return 2 * np.mean(np.arange(hvd.size()) + 1.0)
 
 
 def check_a_trainer_keeps_what_its_distributed_optimizer_wraps() -> None:

@@ -78,6 +78,22 @@ def check_residuals_of_other_keys_stay() -> None:
             assert kv._reducer.residuals.read()["1"] == before["1"]
 
 
+def check_steps_and_sums_end_with_their_world() -> None:
+    nan = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "skip"}
+    for variables, steps in ((nan, 1), ({"PERSEUS_ACCUMULATE_N_STEPS": 2}, 2)):
+        with settings.world_with(**variables):
+            kv = hvd.create()
+            kv._set_updater(_add)
+            kv.init(["v", "w"], [mine(SHAPE), mine(SHAPE, salt=1)])
+            kv.push("v", mx.nd.full(SHAPE, np.nan))  # skipped, or held
+        with settings.world_with(**variables):
+            for step in range(steps):
+                kv.push("w", mine(SHAPE, salt=step))
+                kv.init("v", mine(SHAPE))
+            added = sum(everyone(SHAPE, salt).sum(axis=0) for salt in range(steps))
+            assert_equal(_pulled(kv, "w"), everyone(SHAPE, 1)[0] + added)
+
+
 def check_a_float32_copy_becomes_the_new_value() -> None:
     kv = hvd.create()
     kv.set_optimizer(
