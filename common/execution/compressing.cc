@@ -259,12 +259,13 @@ bool Execution::is_for_nccl(const Entry& entry) {
 }
 
 // By what all ranks know of the tensor, never by what it shares a bucket with. What leaves elements out does so between
-// groups only; where there is one group, so does everything but PERSEUS_ALLREDUCE_DTYPE=0.
+// groups only; where there is one group, so does everything but PERSEUS_ALLREDUCE_DTYPE=0, and a rank alone only
+// copies.
 CodecSpec Execution::codec_of(const Entry& entry, size_t tensor) {
   const Description& d = entry.description;
   const TensorDescription& t = d.tensors[tensor];
   const bool between = levels(false).groups > 1;
-  if (!between && !d.compression.inside) return CodecSpec();
+  if (!between && (!d.compression.inside || ranks_.size() == 1)) return CodecSpec();
   if (d.compression.codec.kind == CodecKind::kInside) return between ? d.compression.codec : CodecSpec();
   if (!d.compression.serves(t.dtype)) return CodecSpec();
   const bool low_rank = d.compression.codec.kind == CodecKind::kLowRank;

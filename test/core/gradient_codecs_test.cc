@@ -261,6 +261,23 @@ Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseu
   return sent;
 }
 
+TEST(Alone, ARankOnlyCopiesWhateverTheSettings) {
+  WorldOptions options;
+  options.overrides = {"PERSEUS_ALLREDUCE_DTYPE=0"};
+  constexpr int64_t kCount = 20000;
+  run_world(
+      all_media()[0], 1,
+      [&](int rank, perseus_context* context) {
+        Floats x = gradient(3, rank, kCount);
+        const Floats before = x;
+        const perseus_tensor tensor{x.data(), x.data(), &kCount, 1, PERSEUS_FLOAT32};
+        const Outcome outcome = run(context, gradient_request("g", &tensor, {"", PERSEUS_CODEC_SETTINGS, 0, 0, false}));
+        ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+        EXPECT_TRUE(same_bits(x, before)) << x[1] << " instead of " << before[1];
+      },
+      options);
+}
+
 // ---- gradients that stay inside hosts ----
 
 TEST(Inside, EachInnerGroupHasItsOwnReduction) {
