@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -366,6 +367,17 @@ double parse_number(const Variable& variable, const std::string& name, const std
   return number;
 }
 
+// As short as it can be read back.
+std::string text_of(double number) {
+  const PlainNumbers plain;
+  char text[32];
+  for (int digits = 1; digits <= 17; ++digits) {
+    std::snprintf(text, sizeof text, "%.*g", digits, number);
+    if (std::strtod(text, nullptr) == number) break;
+  }
+  return text;
+}
+
 }  // namespace
 
 std::string environment_value(const std::string& name) {
@@ -442,15 +454,18 @@ void Config::parse(const Variable& entry, const std::string& source_name, const 
     case VarType::kInt:
       number_[i] = parse_number(entry, source_name, value, true);
       integer_[i] = static_cast<int64_t>(number_[i]);
+      text_[i] = std::to_string(integer_[i]);
       break;
     case VarType::kFloat:
       number_[i] = parse_number(entry, source_name, value, false);
+      text_[i] = text_of(number_[i]);
       break;
     case VarType::kBool:
       // Horovod reads strtol(value) > 0, under which "true" is false; here it is what it says.
       if (small == "1" || small == "true" || small == "on" || small == "yes") integer_[i] = 1;
       else if (small == "0" || small == "false" || small == "off" || small == "no") integer_[i] = 0;
       else refuse(source_name, value, "0 or 1");
+      text_[i] = std::to_string(integer_[i]);
       break;
     case VarType::kChoice: {
       const std::vector<std::string> choices = split(entry.allowed, '|');

@@ -140,7 +140,8 @@ class Config {
   bool is_set(Var id) const { return !text_[static_cast<int>(id)].empty(); }
   // By the environment or an override, whatever the value.
   bool given(Var id) const { return given_[static_cast<int>(id)]; }
-  const std::string& text(Var id) const { return text_[static_cast<int>(id)]; }  // with the default filled in
+  // With the default filled in; the same for values that are equal, however they were written.
+  const std::string& text(Var id) const { return text_[static_cast<int>(id)]; }
   // The name or alias under which it was given; the name where it was not.
   const std::string& source(Var id) const { return source_[static_cast<int>(id)]; }
   int64_t integer(Var id) const { return integer_[static_cast<int>(id)]; }

@@ -123,6 +123,22 @@ TEST(Config, NamesThatAreAlmostAVariablesAndThoseWithoutEffectAreWarnedOf) {
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << "once in a process";
 }
 
+TEST(Config, RanksMayWriteEqualValuesDifferently) {
+  const std::vector<std::string> writings[] = {
+      {"PERSEUS_OFFLINE_NEG=1", "PERSEUS_ALLREDUCE_STREAMS=4", "LIGHT_TOPK_RATIO=0.1", "HOROVOD_AUTOTUNE=auto"},
+      {"PERSEUS_OFFLINE_NEG=true", "PERSEUS_ALLREDUCE_STREAMS=04", "LIGHT_TOPK_RATIO=1e-1", "HOROVOD_AUTOTUNE=AUTO"}};
+  const std::string name = unique_name();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      perseus_context* context = nullptr;
+      EXPECT_EQ(create_context(all_media()[0], name, rank, 2, 0, writings[rank], &context), PERSEUS_OK)
+          << perseus_error_message();
+      perseus_context_destroy(context);
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST(Config, RanksThatAreConfiguredDifferentlyAreToldWhatAndWho) {
   perseus_store_server* server = nullptr;
   ASSERT_EQ(perseus_store_server_create("127.0.0.1", 0, 0, "key", 3, &server), PERSEUS_OK) << perseus_error_message();
