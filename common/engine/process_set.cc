@@ -173,7 +173,7 @@ Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
       for (int member : members)
         links.push_back(member == me_ ? nullptr : &link_to_(ranks_[static_cast<size_t>(member)], channel));
       auto host = std::make_unique<LinkGroup>(std::move(links), index_in(members, me_), epoch_, channel);
-      if (Joined* const nccl = joined_at(level); nccl != nullptr && nccl->served && members.size() > 1)
+      if (Joined* const nccl = joined_at(level); nccl != nullptr && nccl->served && nccl->members.size() > 1)
         groups.push_back(std::make_unique<NcclGroup>(nccl->communicator.get(), host.get(), channel.stream));
       groups.push_back(std::move(host));
       return groups;

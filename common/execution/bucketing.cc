@@ -195,7 +195,7 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes, Device device) {
 
 Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   const size_t wanted = in_force_.bucket_bytes(fit.most_bytes);
-  const size_t most = fit.stages == 1 ? std::min(wanted, most_staged()) : wanted;
+  const size_t most = fit.stages >= 1 ? std::min(wanted, most_staged()) : wanted;
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
@@ -303,12 +303,12 @@ void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& code
 void Execution::add_inside(Entry* entry, size_t tensor, const CodecSpec& codec) {
   entry->one_of_many = true;
   const Description& d = entry->description;
-  const Levels& levels = this->levels(false);
+  const Levels& levels = levels_by_host();
   Fit fit(entry->buffers[tensor].device, Collective::kAllreduce,
           reduction_of(d, d.tensors[tensor].dtype, levels.inner.size()));
   if (d.op == ReduceOp::kSum)
     fit.reduction.postscale *= static_cast<double>(ranks_.size()) / static_cast<double>(levels.inner.size());
-  fit.stages = 1;
+  fit.stages = 2;
   fit.codec = codec;
   const size_t bytes = d.tensors[tensor].bytes();
   Bucket& bucket = bucket_for(entry, bytes, fit);
@@ -347,6 +347,7 @@ const Levels& Execution::levels(bool undivided) {
   if (levels_.empty()) {
     levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
     levels_.push_back(settings_.topology->of(ranks_, me_));
+    levels_.push_back(settings_.topology->by_host(ranks_, me_));
     levels_.push_back(together(static_cast<int>(ranks_.size()), me_));
     link_cost_ = settings_.topology->spans_nodes(ranks_) ? kTcpCost : kSharedMemoryCost;
   }
@@ -361,7 +362,12 @@ size_t Execution::most_staged() {
 
 const Levels& Execution::device_levels() {
   const Levels& divided = levels(false);
-  return between_by_nccl_ ? levels_[2] : divided;
+  return between_by_nccl_ ? levels_[3] : divided;
+}
+
+const Levels& Execution::levels_by_host() {
+  levels(false);
+  return levels_[2];
 }
 
 // The bucket's stages, begun where this is their first piece.

@@ -38,7 +38,8 @@ void Execution::begin(Stream* stream, uint32_t index) {
   const bool rolled_back = !bucket.begun_by.empty();  // then its tensors may be gone
   if (!rolled_back && bucket.stages >= 0 && bucket.staged == bucket.hierarchical[bucket.stages].get())
     bucket.hierarchical[bucket.stages]->use(&stream->compressed, settings_.threads);
-  if (!stream->group) stream->group = make_group_(settings_.first_stream + index, levels(false));
+  // Where all ranks are treated alike, only gradients that stay inside hosts have more than one level.
+  if (!stream->group) stream->group = make_group_(settings_.first_stream + index, levels_by_host());
   Work work;
   work.plan = &bucket.plan;
   work.sink = bucket.output != nullptr ? &bucket : nullptr;

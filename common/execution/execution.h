@@ -63,7 +63,7 @@ class Bucket final : public OutputSink {
  public:
   ExchangePlan plan;
   std::unique_ptr<Adasum> adasum;
-  std::unique_ptr<HierarchicalAllreduce> hierarchical[2];  // made when first needed: undivided, divided
+  std::unique_ptr<HierarchicalAllreduce> hierarchical[3];  // made when first needed: see levels_
   std::unique_ptr<LowRankAllreduce> low_rank;
   std::unique_ptr<HierarchicalBroadcast> broadcast;  // likewise
   Staged* staged = nullptr;                          // one of these: then several exchanges take the place of `plan`
@@ -181,6 +181,8 @@ class Execution {
   // The levels of tensors that are reduced on their devices: where NCCL sums between hosts, all ranks are one inner
   // group.
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
+  // The levels of gradients that stay inside hosts.
+  const Levels& levels_by_host() PERSEUS_REQUIRES(progress_lock);
   // May NCCL sum an entry's tensors between hosts?
   bool is_for_nccl(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce that stay on their device here encoded by it? Other ranks need not know.
@@ -249,7 +251,7 @@ class Execution {
 
   Tuner tuner_ PERSEUS_GUARDED_BY(progress_lock);
   Tuner::InForce in_force_ PERSEUS_GUARDED_BY(progress_lock);  // for what is put into buckets just now
-  // [0] undivided, [1] divided, [2] together; made when first needed.
+  // [0] undivided, [1] divided, [2] by host, [3] together; made when first needed.
   std::vector<Levels> levels_ PERSEUS_GUARDED_BY(progress_lock);
   // Between members of the group that are far apart; set with them.
   LinkCost link_cost_ PERSEUS_GUARDED_BY(progress_lock);

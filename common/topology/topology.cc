@@ -30,7 +30,12 @@ void Topology::set_locations(std::vector<Location> locations) {
 
 Levels Topology::of(const std::vector<int>& ranks, int me) const {
   // Ranks that all share memory are one group in any case: there is nothing between them to send less of.
-  if (locations_.empty() || (flat_ && spans_nodes(ranks))) return undivided(static_cast<int>(ranks.size()), me);
+  if (flat_ && spans_nodes(ranks)) return undivided(static_cast<int>(ranks.size()), me);
+  return by_host(ranks, me);
+}
+
+Levels Topology::by_host(const std::vector<int>& ranks, int me) const {
+  if (locations_.empty()) return undivided(static_cast<int>(ranks.size()), me);
   std::vector<int> nodes;
   for (int rank : ranks) nodes.push_back(locations_[static_cast<size_t>(rank)].node);
   return divide(nodes, me, settings_);

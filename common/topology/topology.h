@@ -24,6 +24,8 @@ class Topology {
   void set_locations(std::vector<Location> locations);
   // For a group of these ranks of the world, of which we are number `me`.
   Levels of(const std::vector<int>& ranks, int me) const;
+  // The same, but divided even if all ranks are to be treated alike: for gradients that stay inside hosts.
+  Levels by_host(const std::vector<int>& ranks, int me) const;
   // Is a tensor of so many bytes reduced in stages, where there are any? Larger ones go among all ranks alike.
   bool stages(size_t bytes) const { return bytes <= most_staged_; }
   // A number for how the chunks of tensors of so many bytes are divided among senders and owners, if they are encoded.
