@@ -1,7 +1,6 @@
 // The tree of Adasum over parts of tensors.
 #include "collective/adasum.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "base/error.h"
@@ -171,24 +170,21 @@ bool Adasum::next(Step* step) {
 }
 
 void Adasum::scatter() {
-  even_parts(total_bytes(pieces_), &parts_);
+  // Each tensor is cut by itself: its dot products are sums of sums over parts, and must not depend on its neighbours.
+  order_for_ring(pieces_, &parts_, &ordered_);
   plan_.collective = Collective::kAlltoall;
-  plan_.pieces = pieces_;
+  plan_.pieces = ordered_;
   plan_.send_bytes = parts_;
   plan_.send_rows.assign(parts_.begin(), parts_.end());
 }
 
 void Adasum::find_segments() {
   const size_t element = dtype_size(dtype_);
-  size_t part_begin = 0;
-  for (int rank = 0; rank < me_; ++rank) part_begin += parts_[static_cast<size_t>(rank)];
-  const size_t part_end = part_begin + parts_[static_cast<size_t>(me_)];
   size_t begin = 0;
   for (size_t tensor = 0; tensor < pieces_.size(); ++tensor) {
-    const size_t end = begin + pieces_[tensor].bytes;
-    const size_t from = std::max(begin, part_begin), to = std::min(end, part_end);
-    if (from < to) segments_.push_back({(from - part_begin) / element, (to - part_begin) / element, tensor});
-    begin = end;
+    const size_t count = even_part(pieces_[tensor].bytes, parts_.size(), static_cast<size_t>(me_)).bytes / element;
+    if (count > 0) segments_.push_back({begin, begin + count, tensor});
+    begin += count;
   }
 }
 
@@ -225,7 +221,7 @@ void Adasum::gather() {
 
 void Adasum::write_outputs() {
   const Byte* from = received_.data();
-  for (const Piece& piece : pieces_) {
+  for (const Piece& piece : ordered_) {
     kernels::copy(piece.out, from, piece.bytes, false);
     from += piece.bytes;
   }

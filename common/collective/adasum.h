@@ -48,7 +48,7 @@ class Adasum final : public Staged {
   const int ranks_, me_;
   const DType dtype_;
   const double prescale_, postscale_;
-  std::vector<Piece> pieces_;
+  std::vector<Piece> pieces_, ordered_;  // as they came, and cut into the parts of all ranks in turn
   Stage stage_ = Stage::kScatter;
   ExchangePlan plan_;
   std::vector<size_t> parts_;  // bytes of every rank's part of all tensors together

@@ -1,6 +1,7 @@
 // Adasum against the formula in long double, for any number of ranks; the same bits on all.
 #include <cmath>
 #include <mutex>
+#include <random>
 
 #include "base/half.h"
 #include "operation.h"
@@ -143,6 +144,38 @@ TEST_P(AdasumOf, ParallelVectorsAreAveragedAndOrthogonalOnesAdded) {
       EXPECT_EQ(x, orthogonal ? (std::vector<double>{3.0, 5.0, 0.0}) : (std::vector<double>{3.0, 0.0, 0.0}));
     }
   });
+}
+
+TEST_P(AdasumOf, BitsDependOnNoNeighbours) {
+  constexpr int64_t kCounts[] = {1000, 777, 3, 2500};
+  constexpr size_t kTensors = std::size(kCounts);
+  const auto reduce = [&](const char* threshold) {
+    std::vector<std::vector<double>> results(kTensors);
+    WorldOptions options;
+    options.overrides = {std::string("HOROVOD_FUSION_THRESHOLD=") + threshold};
+    run_world(
+        medium(), 3,
+        [&](int rank, perseus_context* context) {
+          std::mt19937_64 random(static_cast<uint64_t>(rank) + 1);
+          std::uniform_real_distribution<double> noise(-1, 1);
+          std::vector<std::vector<double>> x;
+          std::vector<perseus_tensor> tensors;
+          for (const int64_t& count : kCounts) {
+            x.emplace_back(static_cast<size_t>(count));
+            for (double& value : x.back()) value = noise(random);
+            tensors.push_back({x.back().data(), x.back().data(), &count, 1, PERSEUS_FLOAT64});
+          }
+          perseus_request r = request_of(PERSEUS_ALLREDUCE, "x", tensors.data(), kTensors);
+          r.op = PERSEUS_ADASUM;
+          const Outcome outcome = run(context, r);
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          if (rank == 0) results = x;
+        },
+        options);
+    return results;
+  };
+  const auto fused = reduce("134217728"), single = reduce("0");
+  for (size_t t = 0; t < kTensors; ++t) EXPECT_EQ(fused[t], single[t]) << "tensor " << t;
 }
 
 TEST_P(AdasumOf, WhatItCannotDoIsRefused) {
