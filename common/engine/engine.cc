@@ -457,6 +457,8 @@ void Engine::finish(Entry* entry, const Status& status) {
       [&]() PERSEUS_REQUIRES(progress_lock) {
         slot->status = status;
         if (status.ok && nan_check_.judge(*entry, slot) && entry->staging) entry->staging->store_again();
+        // No optimizer applies it.
+        if (slot->gradient == GradientOutcome::kSkipped) residuals_.spoil_momenta(entry->gradient_of);
         flight_recorder_.record(*entry, *entry->text, status.ok);
       },
       &slot->status);

@@ -192,8 +192,6 @@ class GradientReducer(HandleReducer):
         """Wait for reductions in flight; raise once all have ended if one failed. See Failures."""
         self.applies = True
         self.applies = self.finish(self.reductions, self._failures)
-        if not self.applies and basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1:
-            self.unapplied = True  # all gradients may have had a NaN, but none was merely held
         for bundle in self.reductions:
             for parameter, result in zip(bundle.dense, bundle.gradients, strict=False):
                 self._write(parameter, result)

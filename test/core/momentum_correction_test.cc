@@ -210,6 +210,29 @@ TEST(MomentumCorrection, BeginsAnewWhereOneRankHasNotAppliedAStep) {
   }
 }
 
+// Every gradient may have a NaN: then nothing but the outcome tells that there was no step.
+TEST(MomentumCorrection, BeginsAnewAfterAStepThatIsSkippedForItsNan) {
+  constexpr int kNan = 5;
+  for (const int sums : {1, 2}) {
+    const int next = kNan + sums;
+    Training training{"1", 0.05};
+    training.steps = next + 3;
+    training.more = {"PERSEUS_ACCUMULATE_N_STEPS=" + std::to_string(sums), "PERSEUS_ALLREDUCE_NANCHECK=1",
+                     "PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip"};
+    const auto next_of = [&](bool nan, bool forgets) {
+      const auto change = [=](int rank, int step, Floats* x, perseus_context* context) {
+        if (nan && rank == 1 && step == kNan) (*x)[kCount / 3] = std::numeric_limits<float>::quiet_NaN();
+        if (forgets && rank == 0 && step == kNan + 1) perseus_momenta_forget(context, 1);
+      };
+      return results_of(training, change)[static_cast<size_t>(next)];
+    };
+    const Floats skipped = next_of(true, false);
+    EXPECT_TRUE(std::all_of(skipped.begin(), skipped.end(), [](float value) { return std::isfinite(value); }));
+    EXPECT_EQ(skipped, next_of(true, true)) << sums;
+    EXPECT_NE(next_of(false, false), next_of(false, true)) << "momenta go on where nothing is skipped";
+  }
+}
+
 // The optimizer is given it once, and then finite numbers again.
 TEST(MomentumCorrection, OfTensorsThatAreNotCorrectedThereIsNothingToTell) {
   // A description in every step would keep a schedule from lasting.
