@@ -59,9 +59,10 @@ constexpr Variable kTable[] = {
      "may end with a higher loss, of which a warning tells: see docs/accuracy.md. Perseus adds what a codec leaves out "
      "to the next gradient."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
-     "Speed of the links between hosts in Gbit/s that auto assumes. Latencies and the speeds of codecs are measured "
-     "all the same, so where two codecs take almost the same time, its choice may differ from run to run. 0 = Perseus "
-     "measures the speed when the first gradient is sent, and again as PERSEUS_LINK_CHECK_SECONDS says."},
+     "Speed of the links between hosts in Gbit/s that auto assumes, of all interfaces together. Latencies and the "
+     "speeds of codecs are measured all the same, so where two codecs take almost the same time, its choice may "
+     "differ from run to run. 0 = Perseus measures the speed when the first gradient is sent, and again as "
+     "PERSEUS_LINK_CHECK_SECONDS says."},
     {Var::kLinkCheck, "PERSEUS_LINK_CHECK_SECONDS", "", VarType::kInt, "60", "0..1000000", true,
      "After so many seconds auto measures the links between hosts again, for about 0.1 s, and chooses codecs anew if "
      "they have become faster or slower by half. 0 = never."},

@@ -3,6 +3,8 @@
 // What becomes ready does so in the same order on all ranks, so all of them stop at the same entry, finish what comes
 // before it, measure together, and go on with the same numbers: the choice takes effect at one place on all ranks. A
 // later measurement comes before the entry for which some rank has found the last one outdated.
+#include <algorithm>
+
 #include "execution/execution.h"
 
 namespace perseus {
@@ -37,6 +39,10 @@ void Execution::finish_probe(std::vector<Entry*>* finished) {
   Speeds speeds = automatic_->speeds();
   const int number = speeds.link.number + 1;
   speeds.link = probe_->speed();
+  // The probe has gone over one interface. Gradients go over as many as there are streams for.
+  const Topology& topology = *settings_.topology;
+  if (settings_.link_seconds_per_byte <= 0 && topology.spans_nodes(ranks_))
+    speeds.link.seconds_per_byte /= std::min(topology.interfaces(), waiting_.front().in_force.tuning.streams);
   speeds.link.number = number;
   if (number == 1) speeds.codecs = from_values(probe_->also());
   speeds.groups = levels.groups;
