@@ -202,7 +202,9 @@ void Negotiation::put_in_order(Entries* ready) {
   if (!ready->empty()) blocked_.clear();
   const auto higher = [](const Entry* a, const Entry* b) { return a->description.priority > b->description.priority; };
   if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
-  if (awaited_ && !scheduled()) learn(*ready);
+  if (!awaited_) return;
+  if (!scheduled()) learn(*ready);
+  else if (schedule_.outgrown(*ready, begun_)) break_schedule();
 }
 
 // Where all ranks announce the same bytes, what this rank has submitted itself is what all agree on: nothing is to be

@@ -16,6 +16,9 @@ class Schedule {
  public:
   // What became ready in one round, in the order of execution. May freeze.
   void learn(const std::vector<Entry*>& ready) PERSEUS_REQUIRES(progress_lock);
+  // What became ready in one round beside the frozen order, when this rank had begun so many batches. Returns whether
+  // it comes as often as that, or instead: then another order should be learnt.
+  bool outgrown(const std::vector<Entry*>& ready, uint64_t begun) PERSEUS_REQUIRES(progress_lock);
   // What was learnt no longer holds.
   void forget() PERSEUS_REQUIRES(progress_lock);
 
@@ -49,6 +52,13 @@ class Schedule {
 
   std::vector<std::vector<Name*>> batches_;
   uint64_t fingerprint_ = 0, frozen_ = 0;
+
+  // Steps beside the frozen order, which end where a name is seen again. They are looked at by the `patience_`, which
+  // grows, so that jobs whose phases take turns do not change their schedule for ever.
+  int beside_ = 0, patience_ = 3;
+  uint64_t passes_ = 0;  // over the batches, at the last look
+  int alone_ = 0;        // looks in a row without a pass
+  size_t alone_bytes_ = 0, pass_bytes_ = 0;
 };
 
 }  // namespace perseus

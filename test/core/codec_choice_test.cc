@@ -293,6 +293,33 @@ TEST(AutoCodecMeasured, LinksAreMeasuredAgainAtOnePlaceOfAllRanks) {
   }
 }
 
+// As where a metric is reduced before the training: without rounds there would be no place to measure at.
+TEST(AutoCodecMeasured, GradientsThatComeOnceAnotherOrderIsFrozenAreMeasuredForToo) {
+  constexpr int kRanks = 3, kMetrics = 8, kSteps = 24;
+  std::vector<perseus_speeds> speeds(kRanks);
+  WorldOptions options;
+  options.overrides = in_groups(1, {"PERSEUS_OFFLINE_NEG=1"});
+  run_world(
+      all_media()[0], kRanks,
+      [&](int rank, perseus_context* context) {
+        for (int step = 0; step < kMetrics + kSteps; ++step) {
+          const bool metric = step < kMetrics;
+          Floats x(metric ? 1 : 20000, static_cast<float>(rank + 1));
+          const int64_t count = static_cast<int64_t>(x.size());
+          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+          perseus_request request = request_of(PERSEUS_ALLREDUCE, metric ? "metric" : "gradient", &tensor, 1);
+          request.gradient_of = metric ? 0 : 1;
+          request.codec = metric ? PERSEUS_CODEC_EXACT : PERSEUS_CODEC_AUTO;
+          ASSERT_EQ(run(context, request).code, PERSEUS_OK) << perseus_error_message();
+          for (const float value : x) ASSERT_NEAR(value, kRanks * (kRanks + 1) / 2, 0.2) << step;
+        }
+        speeds[static_cast<size_t>(rank)].struct_size = sizeof(perseus_speeds);
+        ASSERT_EQ(perseus_group_speeds(context, 0, &speeds[static_cast<size_t>(rank)]), PERSEUS_OK);
+      },
+      options);
+  for (const perseus_speeds& each : speeds) EXPECT_EQ(each.measurement, 1);
+}
+
 TEST(AutoCodecMeasured, ScheduledOrNotATensorKeepsItsCodec) {
   const auto settings = [](const char* negotiation) {
     return in_groups(1, {"PERSEUS_LINK_GBIT=0.00001", negotiation});
