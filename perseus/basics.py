@@ -51,6 +51,7 @@ class _World:
     size: int = 1
     users: list[_User] = field(default_factory=list)
     init_hooks: list[Callable[[], None]] = field(default_factory=list)
+    begin_hooks: list[Callable[[], None]] = field(default_factory=list)
     end_hooks: list[Callable[[], None]] = field(default_factory=list)
     reset_hooks: list[Callable[[], None]] = field(default_factory=list)
     flush_hooks: list[Callable[[], None]] = field(default_factory=list)
@@ -143,6 +144,8 @@ def _enter(context: _core.Context, process_sets: Any) -> None:
         for hook in _world.init_hooks:
             hook()
         register_at_init(process_sets)
+        for hook in _world.begin_hooks:
+            hook()
     except Exception:
         shutdown()
         raise
@@ -279,8 +282,18 @@ def _at_exit() -> None:
 
 
 def at_init(hook: Callable[[], None]) -> None:
-    """Call `hook` at the end of every init(), and at once if init() is already done."""
+    """Call `hook` in every init(), which may still fail, and at once if init() is already done."""
     _world.init_hooks.append(hook)
+    if _world.context is not None:
+        hook()
+
+
+def at_begin(hook: Callable[[], None]) -> None:
+    """at_init() for what a start that fails must not do: `hook` runs once all ranks are there.
+
+    The process sets that init() is given are registered by then.
+    """
+    _world.begin_hooks.append(hook)
     if _world.context is not None:
         hook()
 

@@ -15,7 +15,6 @@ from perseus.elastic import known_blocks
 from perseus.elastic.notification import notification_manager
 from perseus.elastic.state import State
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
-from perseus.gradients import residuals
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ def reset() -> None:
     for attempt in range(1, starts + 1):
         try:
             basics.init(process_sets=sets)
-            residuals.hand_over_known()
             return
         except InitializationError as error:
             if attempt == starts:

@@ -242,6 +242,7 @@ def _carry_over() -> None:
         residuals.carry_over()
 
 
-basics.at_init(hand_over_known)
+# A core whose start fails is freed, and what it has been given with it.
+basics.at_begin(hand_over_known)
 basics.at_flush(hand_over_known)
 basics.at_reset(_carry_over)

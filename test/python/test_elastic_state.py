@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from types import SimpleNamespace
 
@@ -26,6 +27,8 @@ from perseus.errors import (
     InitializationError,
     MismatchError,
 )
+from perseus.gradients import residuals
+from perseus.process_sets import ProcessSet, global_process_set
 
 REMOVED, ADDED = HostUpdateResult.removed, HostUpdateResult.added
 
@@ -515,6 +518,24 @@ def test_without_a_launcher_the_next_world_is_this_process_again():
         assert run_fn(train, elastic_loop.reset)(state) == 1
         assert basics._world.epoch == epoch + 1
         assert (basics.rank(), basics.size()) == (0, 1)
+    finally:
+        basics.shutdown()
+
+
+def test_what_codecs_hold_back_outlives_a_start_that_fails_once_the_ranks_are_connected():
+    held = {"p": (0, struct.pack("<4f", 1.0, 2.0, 3.0, 4.0))}
+    basics.init()
+    kept = residuals.Residuals(basics.new_gradients(), global_process_set)
+    kept.know("p", "p", False)
+    kept.replace(held)
+    kept.hand_over_known()
+    try:
+        basics.shutdown_for_next()
+        with pytest.raises(InitializationError, match=r"process set \[0\] is a duplicate"):
+            basics.init(process_sets=[ProcessSet([0])])
+        basics.init()
+        assert not kept.waiting
+        assert kept.read() == held
     finally:
         basics.shutdown()
 
