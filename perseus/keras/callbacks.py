@@ -173,6 +173,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.initial_lr = initial_lr
         self.restore_momentum: float | None = None  # nothing to restore, see _set
         self.steps_per_epoch = steps_per_epoch
+        self._detected_steps: int | None = None
         self.current_epoch: int | None = None
         self.staircase = staircase
         self.multiplier: Callable[[float], float]
@@ -184,9 +185,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Determine the steps per epoch, if they matter."""
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
+        """Determine the steps per epoch, if they matter.
+
+        Another fit may have other steps, as in a new world of an elastic job, where new ranks know
+        only the present ones.
+        """
+        if not self.staircase and self.steps_per_epoch in (None, 0, self._detected_steps):
+            self.steps_per_epoch = self._detected_steps = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise ValueError(
                     f"Could not autodetect the number of steps per epoch. Please specify the "

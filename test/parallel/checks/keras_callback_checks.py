@@ -182,6 +182,26 @@ def check_the_learning_rate_warms_up() -> None:
     np.testing.assert_allclose([log["lr"] for log in watch.logs], watch.rates[3::4], rtol=1e-6)
 
 
+def check_each_fit_has_its_own_steps_per_epoch() -> None:
+    """In a world of another size, a rank that has trained counts as one that is new."""
+    size = hvd.size()
+    warmup = callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1)
+    schedule = callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 1 + epoch, staircase=False)
+    given = callbacks.LearningRateScheduleCallback(
+        0.4, lambda epoch: 1 + epoch, staircase=False, steps_per_epoch=8
+    )
+    for steps in (4, 2):
+        for callback, rise, first, of in (
+            (warmup, (size - 1) / size, 1 / size, steps),
+            (schedule, 1, 1, steps),
+            (given, 1, 1, 8),
+        ):
+            watch, _ = _fit(callback, epochs=1, steps_per_epoch=steps)
+            done = np.arange(steps) + (callback is warmup)
+            np.testing.assert_allclose(watch.rates, 0.4 * (first + rise * done / of), rtol=1e-6)
+    assert given.steps_per_epoch == 8
+
+
 def check_the_learning_rate_follows_a_schedule() -> None:
     make = callbacks.LearningRateScheduleCallback
     watch, _ = _fit(make(0.2, 0.5, start_epoch=1))
