@@ -69,6 +69,9 @@ class Passes:
         if self.counter is not None:
             self._variables.clear_now(self.counter)
 
+    def take_back(self) -> None:
+        """Undo what this rank alone has changed since the last step; not within a graph."""
+
     def begins(self) -> Any:
         """Return whether the present pass is the first of a step."""
         return self._variables.is_zero(self._variables.read(self.counter))
@@ -146,4 +149,11 @@ def forget_passes() -> None:
         passes.forget()
 
 
-basics.at_init(forget_passes)
+def _begin_world() -> None:
+    # Whatever writes equal values on all ranks forgets the passes, too, so they are not undone.
+    for passes in list(_known):
+        passes.take_back()
+    forget_passes()
+
+
+basics.at_init(_begin_world)

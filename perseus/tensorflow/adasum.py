@@ -77,6 +77,26 @@ class _StepReducer(Reducer, AdasumOfSteps):
         return tf.group(*(tf.compat.v1.assign(variable, value) for variable, value in pairs))
 
 
+class _OwnSteps(Passes):
+    """Counts the steps of some variables that a rank takes alone.
+
+    variables: all of them. starts: the values before the first step; the optimizer creates them.
+    """
+
+    def __init__(self, number: int, variables: list[Any]) -> None:
+        super().__init__(number, own_variables.OwnVariables())
+        self.variables = variables
+        self.starts: list[Any] = []
+
+    def take_back(self) -> None:
+        """See Passes. Sessions keep both the steps and their count."""
+        if self.counter is None or hasattr(self.counter, "graph"):
+            return
+        with tf.init_scope():
+            if not bool(self.begins()):
+                _copy(self.starts, self.variables)
+
+
 class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """A tf.compat.v1 optimizer that wraps another one and combines its steps over all ranks.
 
@@ -108,8 +128,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         plan = Plan(Adasum, all_applied_here(compression), process_set, device_dense=device_dense)
         self._reducer = _StepReducer(plan, self.get_name())
         self._backward_passes = backward_passes_per_step
-        # By references to the variables: the passes, and where the variables were before the first.
-        self._passes: dict[Any, tuple[Passes, list[Any]]] = {}
+        self._passes: dict[Any, _OwnSteps] = {}  # by references to the variables
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Return the wrapped optimizer's gradients, because Adasum reduces steps instead."""
@@ -130,32 +149,33 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
     def _apply_some(self, pairs: Any, variables: list[Any], global_step: Any, name: Any) -> Any:
         """Take this rank's step; every N-th call combines the steps since the last combination."""
-        passes, starts = self._passes_of(variables)
-        began = when(passes.begins(), lambda: _copy(variables, starts), lambda: None)
+        passes = self._passes_of(variables)
+        began = when(passes.begins(), lambda: _copy(variables, passes.starts), lambda: None)
         with own_variables.after([began]):
             stepped = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
         with own_variables.after([stepped]):
             complete = passes.count()
 
         def combine() -> Any:
-            return self._reducer.combine(variables, [start.read_value() for start in starts])
+            starts = [start.read_value() for start in passes.starts]
+            return self._reducer.combine(variables, starts)
 
         return when(complete, combine, lambda: None)
 
-    def _passes_of(self, variables: list[Any]) -> tuple[Passes, list[Any]]:
-        """Return the passes of exactly these variables, and their starts."""
+    def _passes_of(self, variables: list[Any]) -> _OwnSteps:
+        """Return the passes of exactly these variables."""
         key = vars_to_refs(variables)
-        if key in self._passes and belongs_to_program(self._passes[key][0].counter):
+        if key in self._passes and belongs_to_program(self._passes[key].counter):
             return self._passes[key]
-        passes = Passes(self._backward_passes, own_variables.OwnVariables())
+        passes = _OwnSteps(self._backward_passes, variables)
         with tf.init_scope():
             passes.counter = self._local(tf.zeros([], tf.int32), "counter")
-            starts = [
+            passes.starts = [
                 self._local(tf.zeros(variable.shape, variable.dtype.base_dtype), f"start_{i}")
                 for i, variable in enumerate(variables)
             ]
-        self._passes[key] = passes, starts
-        return self._passes[key]
+        self._passes[key] = passes
+        return passes
 
     def _local(self, initial: Any, name: str) -> Any:
         return own_variables.make(initial, f"{self.get_name()}/{name}")
@@ -173,11 +193,11 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return self._optimizer.variables(*args, **kwargs)
 
 
-def _copy(variables: list[Any], starts: list[Any]) -> Any:
-    """Assign the values of variables to their starts."""
+def _copy(variables: list[Any], into: list[Any]) -> Any:
+    """Assign the values of variables to others."""
     return tf.group(
         *(
-            start.assign(tf.identity(variable), read_value=False)
-            for start, variable in zip(starts, variables, strict=True)
+            other.assign(tf.identity(variable), read_value=False)
+            for other, variable in zip(into, variables, strict=True)
         )
     )

@@ -23,6 +23,7 @@ from worlds import world_with
 
 import perseus
 import perseus.tensorflow.horovod as hvd
+from perseus.elastic import reset
 
 v1 = tf.compat.v1
 STEPS = 4
@@ -377,6 +378,34 @@ def check_adasum_combines_steps() -> None:
 
         (tf.function(step) if compiled else step)()
         np.testing.assert_allclose(variable.numpy(), [-0.5], rtol=1e-6)
+
+
+def check_steps_that_adasum_has_not_combined_end_with_their_world() -> None:
+    """As where hosts have only left, when nothing is synchronized."""
+    n, rank = hvd.size(), hvd.rank()
+    slope = np.zeros(n, np.float32)
+    slope[rank] = rank + 1.0
+    for compiled in (False, True):
+        variable = tf.Variable(np.arange(1.0, n + 1, dtype=np.float32))
+        adasum = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(0.5), op=hvd.Adasum, backward_passes_per_step=2
+        )
+
+        def step(adasum=adasum, variable=variable) -> None:
+            adasum.apply_gradients([(tf.constant(slope), variable)])
+
+        step = tf.function(step) if compiled else step
+        for combined in range(2):
+            start = (1.0 - combined) * np.arange(1.0, n + 1, dtype=np.float32)
+            np.testing.assert_array_equal(variable.numpy(), start)
+            step()
+            np.testing.assert_array_equal(variable.numpy(), start - 0.5 * slope)
+            reset()
+            np.testing.assert_array_equal(variable.numpy(), start)
+            for _ in range(2):
+                step()
+            # Orthogonal steps add up.
+            np.testing.assert_array_equal(variable.numpy(), start - np.arange(1.0, n + 1))
 
 
 def check_adasum_compresses_steps() -> None:
