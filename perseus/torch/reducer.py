@@ -125,6 +125,16 @@ class GradientReducer(HandleReducer):
             if parameter not in kept:
                 self._sparse_dims.pop(parameter, None)
 
+    def share_sparse(self) -> None:
+        """Learn from rank 0 which gradients have been sparse. Collective over the world.
+
+        A rank that is new in an elastic job may lack such a gradient in its first step.
+        """
+        own = {self.names[p]: dims for p, dims in self._sparse_dims.items()}
+        known = broadcast_object(own, 0, "sparse_gradients")
+        of_root = {p: known.get(self.names[p]) for p in self.parameters()}
+        self._sparse_dims.update((p, dims) for p, dims in of_root.items() if dims is not None)
+
     def parameters(self) -> set[torch.Tensor]:
         """Return those whose gradients are reduced."""
         return {parameter for bundle in self.reductions for parameter in bundle.parameters}

@@ -31,6 +31,7 @@ from perseus.torch.functions import (
     plain_buffers,
 )
 from perseus.torch.local_exchanges import TorchLocalSteps
+from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import OWNER
 from perseus.torch.wrapped import wrapper_residuals
 
@@ -91,8 +92,10 @@ class OptimizerStateHandler(_UnharmedHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take over rank 0's moments and options."""
+        """Take over rank 0's moments and options, and which gradients are sparse."""
         broadcast_optimizer_state(self.value, root_rank=0)
+        if isinstance(reducer := getattr(self.value, "_reducer", None), GradientReducer):
+            reducer.share_sparse()
         if isinstance(local_steps := getattr(self.value, "_local_steps", None), TorchLocalSteps):
             local_steps.follow(basics.rank() == 0)
 

@@ -247,6 +247,37 @@ def check_a_layer_that_a_rank_does_not_reach() -> None:
             assert_same(model.weight.grad.to_dense(), expected)
 
 
+def check_a_new_rank_of_an_elastic_job_may_lack_a_sparse_gradient_at_once() -> None:
+    last = hvd.size() - 1
+    for options in ({}, {"sparse_as_dense": True}):
+        model = _Bag()
+
+        def state_of(model=model, options=options) -> hvd.elastic.TorchState:
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), op=hvd.Sum,
+                **options,
+            )  # fmt: skip
+            return hvd.elastic.TorchState(model, optimizer)
+
+        state = state_of()
+        model(_words(0, hvd.rank())).sum().backward()
+        state.optimizer.step()
+        if hvd.rank() == last:
+            state = state_of()  # as of a process that has not trained yet
+        state.sync()
+        state.optimizer.zero_grad()
+        if hvd.rank() != last:
+            model.first(torch.tensor([hvd.rank(), last])).sum().backward()
+        state.optimizer.step()
+        expected = torch.zeros(ROWS, WIDTH)
+        expected[:last] += 1
+        expected[last] += last
+        assert model.first.weight.grad.is_sparse and model.second.weight.grad.is_sparse
+        assert_same(model.first.weight.grad.to_dense(), expected)
+        assert_same(model.second.weight.grad.to_dense(), torch.zeros(ROWS, WIDTH))
+        assert_same(model.last.weight.grad, torch.zeros(1, WIDTH))
+
+
 def check_the_gradient_stays_the_same_object() -> None:
     model = nn.Embedding(ROWS, WIDTH, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
