@@ -143,6 +143,9 @@ class TorchState(HandledState):
     Modules, optimizers and ElasticSamplers are saved as copies and restored in place; other values
     as in ObjectState. Assigning another module (optimizer, sampler) to its attribute saves it.
 
+    Save, commit and look for new hosts after a step or synchronize(), not after backward(): saving
+    an optimizer waits for the reductions under way, which all ranks must have begun.
+
     `commit(copy=False)` copies no module and no optimizer. After a failure, they stay as they are:
     a step changes them only once all of its gradients have been averaged. If some ranks have done
     the last step and others have not, these take over the values of one that has. So it must come
