@@ -34,6 +34,7 @@ from perseus.torch.distributed.parameter_check import ModelCheck
 from perseus.torch.distributed.residuals import ModelResiduals
 from perseus.torch.distributed.streams import aside, gpu_of
 from perseus.torch.distributed.turns import ModelTurns
+from perseus.torch.distributed.untraced import untraced
 from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
 from perseus.torch.residuals import as_buffers, as_tensors
@@ -41,11 +42,7 @@ from perseus.torch.sparse import header_and_indices, sparse_total
 from perseus.torch.wrapped import wrapper_residuals
 
 # A module's attributes with the hooks that Gradients registers.
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
+_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
 _SAVED = "perseus_residuals"  # in the metadata of the wrapper's state_dict
 _BY_THE_RANKS_LEFT = (
     "[torch] join(divide_by_initial_world_size=False) divides by the number of ranks that are "
@@ -99,9 +96,7 @@ class Gradients:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # over steps, in the buckets
         if not is_copy:
             self._begin()
-        self._first = model.register_forward_pre_hook(self._take_over)
         self._hooks = [
-            self._first,
             model._register_state_dict_hook(self._save),
             model.register_load_state_dict_pre_hook(self._load),
         ]
@@ -164,9 +159,8 @@ class Gradients:
         """Models may have parameters of the same names, whose reductions are under way at once."""
         return key if self._number == 1 else f"{key} of model {self._number}"
 
-    def _take_over(self, *_: Any) -> None:
-        """Before the first forward pass: until then, a script may register a hook of its own."""
-        self._first.remove()
+    def take_over(self) -> None:
+        """Reduce the gradients from now on, unless a communication hook is registered already."""
         if not self._model._comm_hooks:
             self._model.register_comm_hook(ref(self), _reduce)
 
@@ -455,8 +449,22 @@ def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
         group = group_of(model.process_group, model.device_type)
         if group is not None and _has_buckets(model):
             model._perseus = Gradients(model, group, is_copy=True)
+            model._lazy_init_ran = False  # its reducer is new, and has no hook
 
     models.__getstate__, models.__setstate__ = without_ours, with_ours
+    begin = models._lazy_init
+
+    @untraced
+    @wraps(begin)
+    def begin_and_take_over(model: Any) -> None:
+        # In the first forward pass, however it is called. Until then a script may register a hook
+        # of its own, and begin() registers torch's for optimizers in the backward pass.
+        begin(model)
+        gradients = getattr(model, "_perseus", None)
+        if gradients is not None:
+            gradients.take_over()
+
+    models._lazy_init = begin_and_take_over
     register_built_in = models._register_builtin_comm_hook
 
     @wraps(register_built_in)

@@ -21,7 +21,10 @@ import torch.distributed as dist
 from c10d_checks import process_group
 from ddp_checks import WIDTH, assert_trained_alike, batches, details, network, train
 from patterns import assert_same, let_gloo_finish, nan_check, raised, shared_folder, world_with
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, optimizer_overlap_hooks
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -145,6 +148,21 @@ def check_gradients_are_summed_over_steps() -> None:
                 expected = _mean_gradients([first, first + 1])
                 for ours, theirs in zip(sums, expected, strict=True):
                     torch.testing.assert_close(ours, theirs)
+
+
+def check_settings_act_however_the_model_is_called() -> None:
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2), process_group():
+        called, replicated = _model(), replicate(network())
+        for model, call in ((called, called.forward), (replicated, replicated)):
+            for step in range(2):
+                model.zero_grad()
+                call(batches(hvd.rank())[step]).square().mean().backward()
+                found = [parameter.grad for parameter in model.parameters()]
+                if step == 0:
+                    assert all(gradient is None for gradient in found)
+            _assert_same_on_all_ranks(found)
+            for ours, theirs in zip(found, _mean_gradients([0, 1]), strict=True):
+                torch.testing.assert_close(ours, theirs)
 
 
 class _Branches(torch.nn.Module):
@@ -295,13 +313,14 @@ def check_a_copy_of_a_model_trains_as_the_model_does() -> None:
                     copied(model)
                 other = copied(model)
                 assert type(other) is DistributedDataParallel
-                assert len(other._forward_pre_hooks) == 1
+                assert len(other._state_dict_hooks) == len(model._state_dict_hooks)
                 for each in (model, other):
                     optimizer = torch.optim.SGD(each.parameters(), lr=0.01)
                     for batch in given:
                         each.zero_grad()
                         each(batch).square().mean().backward()
                         optimizer.step()
+                assert len(other._comm_hooks) == len(model._comm_hooks) == 1
                 for ours, theirs in zip(details(other), details(model), strict=True):
                     assert_same(ours, theirs)
                 _assert_same_on_all_ranks(details(other))
@@ -577,6 +596,25 @@ def check_a_hook_of_the_script_comes_first() -> None:
         found = _backward(model, batches(hvd.rank())[0])
         for ours, theirs in zip(found, _mean_gradients([0]), strict=True):
             torch.testing.assert_close(ours, theirs * 2 * hvd.size())
+
+
+def check_torchs_hook_for_optimizers_in_the_backward_pass_comes_first() -> None:
+    seen = []
+
+    def instead(_, bucket):  # which needs an accelerator
+        seen.append(bucket.buffer().clone())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    with process_group(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            optimizer_overlap_hooks, "_apply_optim_in_backward_hook", lambda **_: instead
+        )
+        model = torch.nn.Linear(3, 1, bias=False)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        model = DistributedDataParallel(model)
+        model(torch.full((1, 3), hvd.rank() + 1.0)).sum().backward()
+        assert len(seen) == 1
+        assert_same(seen[0], torch.full((3,), hvd.rank() + 1.0))
 
 
 def check_join_by_the_ranks_that_are_left_is_refused() -> None:
