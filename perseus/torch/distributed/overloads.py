@@ -1,12 +1,14 @@
 """The forms of collectives that c10d's bindings take and a ProcessGroup in Python alone lacks.
 
 Without a list around the tensor, without options, or with the options' values themselves. torch
-calls some itself: DDP with unused parameters does in join(). Pure functions, thread-safe.
+calls some itself: DDP with unused parameters does in join(). And tensors that functional
+collectives return, for which c10d's dispatcher waits. Pure functions, thread-safe.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +34,42 @@ _FORMS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
 
 def in_all_forms(group: type[Collectives]) -> type[Collectives]:
     """Give a class these forms of the methods that it has; return it."""
-    for name, form in _FORMS.items():
-        setattr(group, name, _in_all_forms(getattr(group, name), *form))
+    own = {
+        method
+        for name, method in inspect.getmembers(Collectives, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    for name, method in inspect.getmembers(group, inspect.isfunction):
+        if method in own:
+            taking = _taking_results(method)
+            form = _FORMS.get(name)
+            setattr(group, name, taking if form is None else _in_all_forms(taking, *form))
     return group
+
+
+def _taking_results(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def taking_results(group: Collectives, *given: Any, **named: Any) -> Any:
+        named = {name: _with_memory(each) for name, each in named.items()}
+        return method(group, *[_with_memory(each) for each in given], **named)
+
+    return taking_results
+
+
+def _with_memory(given: Any) -> Any:
+    """The tensor for which a functional collective's result stands; lists with such tensors."""
+    if isinstance(given, (list, tuple)):
+        return [_with_memory(each) for each in given]
+    if type(given) is torch.Tensor or not isinstance(given, torch.Tensor):
+        return given
+    if hasattr(given, "trigger_wait"):
+        return given.trigger_wait()
+    if hasattr(given, "__tensor_flatten__"):
+        raise ValueError(
+            f"[torch] collectives take tensors that have memory of their own, not a "
+            f"{type(given).__name__}: pass .to_local() or .full_tensor() of a DTensor"
+        )
+    return given
 
 
 def _in_all_forms(

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from patterns import ALL, FLOATS, INTEGERS, assert_same, everyone, raised
 from process_groups import OTHERS, mine, of, process_group
 from torch._C import _distributed_c10d
+from torch.distributed import _functional_collectives as funcol
 
 import perseus.torch.horovod as hvd
+from perseus.torch.distributed import backend
 
 SIZES = [(0,), (1,), (17,), (5, 7), (1031,), ()]
 
@@ -466,6 +468,35 @@ def check_coalesced_forms() -> None:
                 dist.all_reduce(tensor)
         for tensor, n in zip(tensors, (1, 5, 300), strict=True):
             assert_same(tensor, everyone((n,), torch.float32, n).sum(0).to(torch.float32))
+
+
+def check_results_of_functional_collectives_take_part() -> None:
+    with process_group():
+        size, total = hvd.size(), everyone((9,), torch.int64).sum(0).to(torch.int64)
+
+        def result() -> torch.Tensor:
+            return funcol.all_reduce(mine((9,), torch.int64), "sum", dist.group.WORLD)
+
+        reduced = result()
+        dist.all_reduce(reduced)
+        assert_same(reduced + 0, total * size)
+        cast = result()
+        dist.broadcast(cast, 0)
+        assert_same(cast + 0, total)
+        gathered = torch.empty(9 * size, dtype=torch.int64)
+        dist.all_gather_into_tensor(gathered, result())
+        assert_same(gathered, total.repeat(size))
+        exchanged = [torch.empty(9, dtype=torch.int64) for _ in range(size)]
+        dist.all_to_all(exchanged, [result() for _ in range(size)])
+        for each in exchanged:
+            assert_same(each, total)
+        if not backend.IS_BACKEND:  # where c10d's dispatcher asks DTensor
+            from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+            mesh = init_device_mesh("cpu", (size,))
+            sharded = DTensor.from_local(mine((9,), torch.int64), mesh, [Shard(0)])
+            text = raised(ValueError, lambda: dist.all_reduce(sharded))
+            assert "not a DTensor: pass .to_local()" in text
 
 
 def check_forms_without_lists_and_options() -> None:
