@@ -89,9 +89,11 @@ def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     """Copy the parts of `flat` into the outputs, one after the other."""
-    parts = [_movable(output) for output in outputs]
-    for part, piece in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
-        part.copy_(piece)
+    with torch.inference_mode():  # where all tensors can be written, also its own
+        parts = [_movable(output) for output in outputs]
+        pieces = torch.split(flat, [part.numel() for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
+            part.copy_(piece)
 
 
 def _lies_apart(given: torch.Tensor, output: torch.Tensor, rank: int) -> bool:
@@ -266,7 +268,7 @@ class Collectives:
         flat = _movable(tensor)
 
         def finish(gathered: torch.Tensor) -> Tensors:
-            flat.copy_(_combined(gathered.view(self.world.size, -1), combine))
+            _spread(_combined(gathered.view(self.world.size, -1), combine), [tensor])
             keep(flat)
             return [tensor]
 
@@ -312,12 +314,11 @@ class Collectives:
         )  # fmt: skip
 
     def _reduce_scatter_bits(self, output: torch.Tensor, given: torch.Tensor, combine: Any) -> Work:
-        flat = _movable(output)
-        splits = [flat.numel()] * self.world.size
+        splits = [_movable(output).numel()] * self.world.size
 
         def finish(received: Any) -> Tensors:
             parts = _take_parts(received, splits, "reduce_scatter").view(self.world.size, -1)
-            flat.copy_(_combined(parts, combine))
+            _spread(_combined(parts, combine), [output])
             return [output]
 
         return self._submit(Kind.ALLTOALL, _movable(given), finish, splits=splits)
@@ -515,9 +516,11 @@ class Collectives:
             return []
 
         def finish(gathered: torch.Tensor) -> Tensors:
-            tensor.copy_(
-                sparse_total(described[0], gathered, own, _SPARSE_OPS[kind], self.world.size)
-            )
+            # Its new indices and values are tensors that are made here.
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.copy_(
+                    sparse_total(described[0], gathered, own, _SPARSE_OPS[kind], self.world.size)
+                )
             return [tensor]
 
         indices = self._submit(Kind.ALLGATHER, header_and_indices(own), keep)

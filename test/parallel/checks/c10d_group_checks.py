@@ -62,6 +62,52 @@ def check_a_work_tells_its_state() -> None:
             dist.all_reduce(torch.ones(3).expand(4, 3))
 
 
+def check_tensors_of_inference_mode() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    splits = [1] * size
+    with process_group():
+
+        def started() -> list[tuple[dist.Work, list[torch.Tensor], list[torch.Tensor]]]:
+            """Works, with what they write and what that is to be."""
+            bit, bits = torch.full((3,), 1 << rank), torch.full((3,), (1 << size) - 1)
+            own, parts = torch.full((size,), 1 << rank), torch.full((1,), 0)
+            every = [torch.empty(3, dtype=torch.int64) for _ in range(size)]
+            taken = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+            sparse = torch.full((3,), rank + 1.0).to_sparse()
+            total = torch.full((3,), size * (size + 1) / 2)
+            gathered = dist.all_gather(every, bit.clone(), async_op=True)
+            reduced = dist.all_reduce(bit, dist.ReduceOp.BOR, async_op=True)
+            scattered = dist.reduce_scatter_tensor(parts, own, dist.ReduceOp.BOR, async_op=True)
+            exchanged = dist.all_to_all(taken, list(own.split(splits)), async_op=True)
+            summed = dist.all_reduce(sparse, async_op=True)
+            single = [torch.full((1,), 1 << other) for other in range(size)]
+            return [
+                (gathered, every, [torch.full((3,), 1 << other) for other in range(size)]),
+                (reduced, [bit], [bits]),
+                (scattered, [parts], [bits[:1]]),
+                (exchanged, taken, single),
+                (summed, [sparse], [total.to_sparse()]),
+            ]
+
+        for inside in (True, False):
+            with torch.inference_mode():
+                works = started()
+                if inside:
+                    for work, _, _ in works:
+                        work.get_future().wait()
+            for work, written, wanted in works:
+                work.wait()
+                for ours, expected in zip(written, wanted, strict=True):
+                    assert_same(ours.to_dense(), expected.to_dense())
+        for work, written, _ in started():
+            with torch.inference_mode():
+                work.wait()
+            for tensor in written:
+                assert not tensor.is_inference()
+                values = tensor.coalesce().values() if tensor.is_sparse else tensor
+                (values * torch.ones(1, requires_grad=True)).sum().backward()
+
+
 def check_whoever_watches_operations_sees_collectives() -> None:
     if not hasattr(_distributed_c10d.Backend, "supports_reconfigure"):
         pytest.skip("torch before 2.14 calls a backend in Python past its dispatcher")
