@@ -250,6 +250,10 @@ class _WholeGroup(_Life):
         """Return it."""
         return self._description
 
+    def get_group_store(self) -> c10d.Store:
+        """Return the store by which the group has met."""
+        return self._store
+
     # Older names of methods.
     _allgather_base = Collectives.all_gather_single
     _reduce_scatter_base = Collectives.reduce_scatter_single

@@ -55,10 +55,11 @@ class Work(dist.Work):
         self._device = device
         self._in_order = in_order
         self._mark: Mark | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held until the operation ends
         self._result: list[torch.Tensor] = []
         self._error: BaseException | None = None
         self._future: Future | None = None
+        self._future_lock = threading.Lock()
         if latest.asked:  # or else its tensors would stay until the thread makes another
             latest.work = self
 
@@ -120,7 +121,7 @@ class Work(dist.Work):
 
     def get_future(self) -> Future:
         """Return a future of result(). Does not block, unless a callback of a future calls it."""
-        with self._lock:
+        with self._future_lock:
             if self._future is not None:
                 return self._future
             completer = self._world.completer if self._in_order else Completer(stays=False)

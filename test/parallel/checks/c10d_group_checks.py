@@ -62,6 +62,26 @@ def check_a_work_tells_its_state() -> None:
             dist.all_reduce(torch.ones(3).expand(4, 3))
 
 
+def check_a_future_can_be_had_while_another_thread_waits() -> None:
+    with process_group(15):
+        tensor = mine((9,), torch.float32)
+        if hvd.rank() == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+            waiting = threading.Thread(target=work.wait)
+            waiting.start()
+            while not work._lock.locked():
+                time.sleep(0.01)
+            future = work.get_future()
+            assert not future.done()
+            hvd.barrier()
+            waiting.join()
+            future.wait()
+        else:
+            hvd.barrier()
+            dist.all_reduce(tensor)
+        assert_same(tensor, everyone((9,), torch.float32).sum(0).to(torch.float32))
+
+
 def check_tensors_of_inference_mode() -> None:
     size, rank = hvd.size(), hvd.rank()
     splits = [1] * size
@@ -106,6 +126,14 @@ def check_tensors_of_inference_mode() -> None:
                 assert not tensor.is_inference()
                 values = tensor.coalesce().values() if tensor.is_sparse else tensor
                 (values * torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def check_a_group_has_its_store() -> None:
+    with process_group():
+        store = dist.group.WORLD.get_group_store()
+        store.set(f"rank {hvd.rank()}", "is here")
+        store.wait([f"rank {rank}" for rank in range(hvd.size())])
+        dist.barrier()
 
 
 def check_whoever_watches_operations_sees_collectives() -> None:
