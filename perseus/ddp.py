@@ -141,10 +141,11 @@ def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., It
     @wraps(handler)
     def rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         redirects = _redirects() and _loads_backend()
-        if not redirects and _OURS not in sys.modules:
+        # A script that gives its rank knows its world, which may not be the launcher's.
+        if "rank=" in url or (not redirects and _OURS not in sys.modules):
             return handler(url, *args, **kwargs)
         launched = import_module(f"{_OURS}.launched")
-        in_elastic_job = launched.is_in_elastic_job() and "rank=" not in url
+        in_elastic_job = launched.is_in_elastic_job()
         if redirects or (in_elastic_job and launched.is_free_to_fill()):
             launched.fill_environment()
         if in_elastic_job and launched.is_filled_for_world():

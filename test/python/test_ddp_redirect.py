@@ -27,14 +27,14 @@ for times in range(2):
 """
 
 
-def run(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *options, "-c", program],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
     )
 
 
@@ -95,6 +95,38 @@ print(dist.get_backend())
     done = run(program)
     assert done.stdout.split() == ["gloo"]
     assert "the process group was there before `import perseus`, and stays" in done.stderr
+
+
+OF_SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize("launcher", [{}, OF_SRUN], ids=["no launcher", "srun"])
+def test_a_rank_that_the_script_gives_is_no_launchers(launcher):
+    """As in torch's tutorials, whose script starts its ranks itself."""
+    program = """
+import datetime, os, socket, perseus, torch, torch.distributed as dist
+limit = datetime.timedelta(seconds=60)
+try:
+    dist.init_process_group("gloo", rank=1, world_size=2, timeout=limit / 60)
+except ValueError as error:
+    print("MASTER_ADDR expected" in str(error), flush=True)
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+rank = 0 if (child := os.fork()) else 1
+dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
+tensor = torch.arange(3.0) + rank
+dist.all_reduce(tensor)
+names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ)
+found = [tensor.tolist(), dist.get_node_local_rank(fallback_rank=rank), sorted(names)]
+os.write(1, f"{rank} {dist.get_backend()} {found}\\n".encode())  # in one piece
+dist.destroy_process_group()
+if child:
+    os.waitpid(child, 0)
+"""
+    lines = run(program, **launcher).stdout.splitlines()
+    assert lines[0] == "True"
+    assert sorted(lines[1:]) == [f"{rank} perseus [[1.0, 3.0, 5.0], {rank}, []]" for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(
