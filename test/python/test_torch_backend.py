@@ -41,6 +41,15 @@ def test_torch_finds_the_backend_by_its_entry_point():
     assert dist.is_backend_available("perseus")
 
 
+def test_the_backend_serves_gpus_where_there_are_any(monkeypatch):
+    """torch puts tensors of its own on a GPU if the group's backend serves GPUs."""
+    served = dist.BackendConfig(dist.Backend("perseus")).get_device_backend_map()
+    assert list(served) == ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+    for count in (0, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert backend._devices_here() == ["cpu", "cuda"][: 1 + (count > 0)]
+
+
 @pytest.mark.parametrize(
     ("word", "counts"), [("1", True), ("yes", True), ("", True), ("false", False), ("OFF", False)]
 )

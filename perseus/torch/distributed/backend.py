@@ -347,11 +347,19 @@ def register() -> None:
             shorten_calls()
         else:
             allow_monitored_barriers(partial(_group_of, device_type=_HOST))
-        dist.Backend.register_backend(NAME, _create, devices=list(_DEVICES))
+        dist.Backend.register_backend(NAME, _create, devices=_devices_here())
         take_models(_group_of)
         ddp.follow_rendezvous()
         basics.at_end(_abort_all)
         basics.at_reset(_destroy_all)
+
+
+def _devices_here() -> list[str]:
+    """Return the types of this host's devices: torch makes tensors of its own on those given it.
+
+    Does not ask is_available(), after which forked processes could not use GPUs.
+    """
+    return list(_DEVICES if torch.cuda.device_count() > 0 else _DEVICES[:1])
 
 
 def _group_of(process_group: Any, device_type: str) -> PerseusBackend | None:
