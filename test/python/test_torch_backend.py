@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +49,28 @@ def test_the_backend_serves_gpus_where_there_are_any(monkeypatch):
     for count in (0, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         assert backend._devices_here() == ["cpu", "cuda"][: 1 + (count > 0)]
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_backend_says_that_it_estimates_no_times():
+    estimator = distributed_c10d._time_estimator(device=torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match="time estimator is not supported"):
+        estimator.__enter__()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.skipif(_VERSION >= (2, 14), reason="torch keeps the backends of its own groups")
+def test_a_group_in_python_alone_is_its_own_backend_for_its_devices_alone():
+    group = dist.group.WORLD
+    assert group._device_types[0] == torch.device("cpu")
+    assert group._get_backend(torch.device("cpu")) is group
+    assert not group.supports_tensor_alloc(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"perseus serves cpu.* tensors here, not xpu"):
+        group._get_backend(torch.device("xpu", 0))
+    with pytest.raises(TypeError, match="does not support shrinking"):
+        distributed_c10d._validate_shrink_backend_requirements(
+            {"process_group": group, "group_name": "default"}
+        )
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ class _Life(Collectives):
         return False
 
     # What c10d asks a Backend in Python, whose own answer would ask again, without end.
-    supports_reconfigure = supports_window = supports_coalescing
+    supports_reconfigure = supports_window = _supports_time_estimate = supports_coalescing
 
     @property
     def supports_shrinking(self) -> bool:
@@ -234,6 +234,19 @@ class _WholeGroup(_Life):
         """Return the number of ranks."""
         return self.world.size
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Whose tensors it takes. Checkpoints and FSDP1 choose among them."""
+        return [torch.device(name) for name in dist.Backend.backend_capability[NAME]]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what serves a device: this group, which is its only backend."""
+        served = dist.Backend.backend_capability[NAME]
+        if device.type not in served:
+            here = " and ".join(served)
+            raise RuntimeError(f"[torch] {NAME} serves {here} tensors here, not {device.type}")
+        return self
+
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Keep the name by which c10d finds the group."""
         self._name = name
@@ -253,6 +266,13 @@ class _WholeGroup(_Life):
     def get_group_store(self) -> c10d.Store:
         """Return the store by which the group has met."""
         return self._store
+
+    # Old versions of torch split and shrink only backends of their own.
+    supports_splitting = supports_shrinking = supports_time_estimate = _Life.supports_coalescing
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether FSDP2 can have its buffers from here; it makes them itself."""
+        return False
 
     # Older names of methods.
     _allgather_base = Collectives.all_gather_single

@@ -18,9 +18,14 @@ from ddp_checks import (
 )
 from patterns import assert_same, shared_folder
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -131,6 +136,57 @@ def check_distributed_checkpoints() -> None:
                 for ours, expected in zip(loaded, trained, strict=True):
                     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
                     _assert_same_everywhere(ours)
+
+
+def check_checkpoints_that_are_saved_in_the_background() -> None:
+    with process_group():
+        place, name = f"{shared_folder()}/checkpoint", f"of rank {hvd.rank()}"
+        saved = torch.arange(5.0) + hvd.rank()
+        dcp.async_save({name: saved.clone()}, checkpoint_id=place).result()
+        loaded = {name: torch.empty(5)}
+        dcp.load(loaded, checkpoint_id=place)
+        assert_same(loaded[name], saved)
+
+
+def check_a_checkpoint_that_rank_0_alone_has() -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with process_group():
+        for model, read in ((network(), details), (_sharded(), _whole)):
+            _altered(model)
+            of_rank_0 = network().state_dict() if hvd.rank() == 0 else {}
+            set_model_state_dict(model, of_rank_0, options=options)
+            for ours, expected in zip(read(model), details(network()), strict=True):
+                assert_same(ours, expected)
+
+
+def _flattened(model: torch.nn.Module) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def check_states_of_the_first_fsdp() -> None:
+    with process_group():
+        model, replicated = _flattened(network()), DistributedDataParallel(network())
+        optimizer, reference = _sgd(model), _sgd(replicated)
+        train(model, optimizer)
+        train(replicated, reference)
+        whole = model.state_dict()
+        assert_trained_alike(list(whole.values()))
+        states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        for name, parameter in replicated.module.named_parameters():
+            momentum = states[name]["momentum_buffer"]
+            torch.testing.assert_close(momentum, reference.state[parameter]["momentum_buffer"])
+        other = _flattened(_altered(network()))
+        in_shards = StateDictType.SHARDED_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, in_shards):
+            shards = model.state_dict()
+        with FullyShardedDataParallel.state_dict_type(other, in_shards):
+            other.load_state_dict(shards)
+        for name, loaded in other.state_dict().items():
+            assert_same(loaded, whole[name])
+            gathered = torch.empty_like(loaded) if hvd.rank() == 0 else None
+            shards[name].gather(0, gathered)
+            if hvd.rank() == 0:
+                assert_same(gathered, loaded)
 
 
 def check_compiled_models() -> None:
