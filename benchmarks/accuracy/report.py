@@ -22,12 +22,12 @@ _PLOT = "accuracy.png"
 def name(cell: Cell) -> str:
     """Return a row's conditions in words."""
     text = f"{cell.task} {cell.optimizer} {cell.ranks} ranks, rate x {cell.scale:g}"
-    return f"{text}: {cell.choice}"
+    return f"{text}: {cell.label}"
 
 
 def exact_of(cell: Cell) -> Cell:
-    """Return the cell of exact training under the same conditions."""
-    return replace(cell, choice=EXACT.name)
+    """Return the cell of exact training under the same conditions, of the usual length."""
+    return replace(cell, choice=EXACT.name, length=1.0)
 
 
 def verdict_of(cell: Cell, scores: Scores) -> Verdict | None:
@@ -83,21 +83,21 @@ def _rows(group: Iterable[Cell], scores: Scores, earlier: dict[str, str]) -> Ite
     """Yield the rows of a table; those of earlier scores stay if they are of more seeds."""
     for cell in group:
         values = scores.get(cell, {})
-        before = earlier.get(cell.choice)
+        before = earlier.get(cell.label)
         if before is not None and _seeds(before) > len(values):
             yield before
             continue
         if not values:
-            yield f"| {cell.choice} | | | | not measured |"
+            yield f"| {cell.label} | | | | not measured |"
             continue
         places = _places(_margin(cell, scores))
         mean = _mean(values.values(), places)
         verdict = verdict_of(cell, scores)
         if cell.choice == EXACT.name or verdict is None:
-            yield f"| {cell.choice} | {mean} | | {len(values)} | |"
+            yield f"| {cell.label} | {mean} | | {len(values)} | |"
             continue
         difference = _difference(verdict, places)
-        yield f"| {cell.choice} | {mean} | {difference} | {verdict.pairs} | {verdict.word} |"
+        yield f"| {cell.label} | {mean} | {difference} | {verdict.pairs} | {verdict.word} |"
 
 
 def tables(scores: Scores, before: str = "") -> str:

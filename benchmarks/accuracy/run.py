@@ -30,7 +30,8 @@ def train(cell: Cell, first: int, end: int, path: Path) -> None:
     """
     here = Path(__file__).parent
     command = [sys.executable, "-m", "perseus.run", "-np", str(cell.ranks), sys.executable]
-    command += [str(here / "worker.py"), cell.task, cell.optimizer, str(cell.scale)]
+    command += [str(here / "worker.py"), cell.task, cell.optimizer]
+    command += [str(cell.scale), str(cell.length)]
     choice = ALL[cell.choice]
     command += [str(first), str(end), choice.wrapping()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **choice.environment()}

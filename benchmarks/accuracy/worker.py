@@ -1,8 +1,9 @@
 """Trains one cell of the table on the ranks that perseusrun starts; rank 0 prints the scores.
 
-    perseusrun -np 2 python worker.py digits sgd 1.0 0 20 '["LocalSGD", {"every": 8}]'
+    perseusrun -np 2 python worker.py digits sgd 1.0 1.0 0 20 '["LocalSGD", {"every": 8}]'
 
-prints a line of JSON for each of the seeds 0 to 19. The last argument is a function of hvd with its
+prints a line of JSON for each of the seeds 0 to 19. The numbers before them are those of a
+plan.Cell: its scale and its length. The last argument is a function of hvd with its
 arguments; without it, hvd.DistributedOptimizer wraps the optimizer.
 """
 
@@ -60,11 +61,12 @@ def _train(
 
 def main() -> None:
     """See the module."""
-    name, optimizer, scale, first, end, *wrapping = sys.argv[1:]
+    name, optimizer, scale, length, first, end, *wrapping = sys.argv[1:]
     wrapper, options = json.loads(wrapping[0]) if wrapping else ("DistributedOptimizer", {})
     torch.set_num_threads(1)
     hvd.init()
     task = TASKS[name]
+    task.steps = round(task.steps * float(length))
     rate = task.rates[optimizer] * float(scale)
     for seed in range(int(first), int(end)):
         score = _train(task, optimizer, rate, seed, partial(getattr(hvd, wrapper), **options))

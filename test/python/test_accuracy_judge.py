@@ -132,6 +132,21 @@ def test_the_page_has_every_row(tmp_path: Path) -> None:
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
+def test_more_steps_are_compared_with_exact_training_of_the_usual_number() -> None:
+    exact, usual = Cell("text", "exact"), Cell("text", "topk:0.01")
+    longer = Cell("text", "topk:0.01", length=1.2)
+    scores = {
+        exact: {seed: -2.0 - seed for seed in range(5)},
+        usual: {seed: -2.5 - seed for seed in range(5)},
+        longer: {seed: -1.75 - seed for seed in range(5)},
+    }
+    assert report.name(longer) == report.name(usual) + ", 1.2 × the steps"
+    lines = report.tables(scores).splitlines()
+    assert "| topk:0.01 | -4.5000 | -0.5000 ± 0.0000, at least -0.5000 | 5 | worse |" in lines
+    better = "-3.7500 | +0.2500 ± 0.0000, at least +0.2500 | 5 | equivalent |"
+    assert f"| topk:0.01, 1.2 × the steps | {better}" in lines
+
+
 def test_conditions_without_scores_keep_their_table_and_the_plot_its_tasks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- accuracy:begin -->\n<!-- accuracy:end -->\n")
