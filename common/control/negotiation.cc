@@ -204,7 +204,7 @@ void Negotiation::put_in_order(Entries* ready) {
   if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
   if (!awaited_) return;
   if (!scheduled()) learn(*ready);
-  else if (schedule_.outgrown(*ready, begun_)) break_schedule();
+  else if (schedule_.outgrown(*ready)) break_schedule();
 }
 
 // Where all ranks announce the same bytes, what this rank has submitted itself is what all agree on: nothing is to be

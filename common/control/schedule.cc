@@ -2,7 +2,6 @@
 #include "control/schedule.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "base/hash.h"
 #include "control/negotiation.h"
@@ -11,8 +10,9 @@ namespace perseus {
 namespace {
 
 constexpr int kFirstNeeded = 3, kMostNeeded = 96;  // identical steps before an order is frozen
-constexpr int kMostPatience = 24, kMostAlone = 4;  // looks at what comes beside a frozen order
-constexpr uint64_t kLongEnough = 100;              // steps that a schedule lasted: what broke it comes seldom
+constexpr int kMostPatience = 1 << 20;
+constexpr size_t kWorthLearning = 8;   // what comes beside an order has this part of the order's bytes in a step
+constexpr uint64_t kLongEnough = 100;  // steps that a schedule lasted: what broke it comes seldom
 // Of a batch: enough to be worth an exchange, and little enough for the rest of the step to overlap with it.
 constexpr size_t kBatchBytes = 4 * 1024 * 1024;
 
@@ -113,28 +113,22 @@ void Schedule::freeze() {
   fingerprint_ = std::max<uint64_t>(fnv1a(text, fingerprint_), 1);
 }
 
-// All ranks count the same steps. They need not have begun the same batches, so some may find what others do not: one
-// rank is enough to leave the schedule.
-bool Schedule::outgrown(const std::vector<Entry*>& ready, uint64_t begun) {
-  const uint64_t passes = begun / batches_.size(), patience = static_cast<uint64_t>(patience_);
+bool Schedule::outgrown(const std::vector<Entry*>& ready) {
   bool outgrown = false;
   for (const Entry* entry : ready) {
     if (!can_be_scheduled(*entry->name)) continue;
     if (entry->name->seen_in_step == step_) {
       ++step_;
-      if (++beside_ % patience_ == 0) {
-        const uint64_t passed = passes - std::exchange(passes_, passes);
-        alone_ = passed == 0 ? alone_ + 1 : 0;
-        if (passed > 0) alone_bytes_ = 0;
-        // Of enough bytes: the metrics of a long validation end no schedule of gradients.
-        const bool instead = alone_ >= kMostAlone && alone_bytes_ >= pass_bytes_;
-        // The last pass may be just over, or not quite.
-        outgrown |= instead || (passed + 1 >= patience && passed <= patience + 1);
+      if (++beside_ == patience_) {
+        outgrown |= kWorthLearning * beside_bytes_ >= pass_bytes_ * static_cast<size_t>(beside_);
+        beside_ = 0;
+        beside_bytes_ = 0;
       }
     }
     entry->name->seen_in_step = step_;
-    alone_bytes_ += bytes_of(entry->name->agreed);
+    beside_bytes_ += bytes_of(entry->name->agreed);
   }
+  outgrown_ |= outgrown;
   return outgrown;
 }
 
@@ -156,11 +150,10 @@ void Schedule::thaw(uint64_t batches) {
   for (const std::vector<Name*>& batch : batches_)
     for (Name* name : batch) name->batch = -1;
   batches_.clear();
-  // It may be what ended the schedule.
-  if (beside_ >= patience_) patience_ = std::min(2 * patience_, kMostPatience);
-  beside_ = alone_ = 0;
-  passes_ = 0;
-  alone_bytes_ = pass_bytes_ = 0;
+  if (outgrown_) patience_ = std::min(2 * patience_, kMostPatience);
+  outgrown_ = false;
+  beside_ = 0;
+  beside_bytes_ = pass_bytes_ = 0;
   forget();
   thawed_in_ = step_;
 }

@@ -16,9 +16,9 @@ class Schedule {
  public:
   // What became ready in one round, in the order of execution. May freeze.
   void learn(const std::vector<Entry*>& ready) PERSEUS_REQUIRES(progress_lock);
-  // What became ready in one round beside the frozen order, when this rank had begun so many batches. Returns whether
-  // it comes as often as that, or instead: then another order should be learnt.
-  bool outgrown(const std::vector<Entry*>& ready, uint64_t begun) PERSEUS_REQUIRES(progress_lock);
+  // What became ready in one round beside the frozen order. Returns whether it has been so much that another order
+  // should be learnt: gradients that began later, but not metrics. The same on all ranks.
+  bool outgrown(const std::vector<Entry*>& ready) PERSEUS_REQUIRES(progress_lock);
   // What was learnt no longer holds.
   void forget() PERSEUS_REQUIRES(progress_lock);
 
@@ -53,12 +53,11 @@ class Schedule {
   std::vector<std::vector<Name*>> batches_;
   uint64_t fingerprint_ = 0, frozen_ = 0;
 
-  // Steps beside the frozen order, which end where a name is seen again. They are looked at by the `patience_`, which
-  // grows, so that jobs whose phases take turns do not change their schedule for ever.
+  // Steps beside the frozen order, which end where a name is seen again. Every `patience_` of them are judged. Whenever
+  // they have ended an order it doubles, so that jobs whose phases take turns do not relearn for ever.
   int beside_ = 0, patience_ = 3;
-  uint64_t passes_ = 0;  // over the batches, at the last look
-  int alone_ = 0;        // looks in a row without a pass
-  size_t alone_bytes_ = 0, pass_bytes_ = 0;
+  size_t beside_bytes_ = 0, pass_bytes_ = 0;
+  bool outgrown_ = false;
 };
 
 }  // namespace perseus
