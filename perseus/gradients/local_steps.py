@@ -60,7 +60,7 @@ class LocalSteps(Rotation):
 
     def __init__(self, name: str, process_set: ProcessSet, pace: Pace) -> None:
         self.pace = pace
-        self._under_way: list[Any] = []  # of UnderWay, the oldest first
+        self._under_way: list[Any] = []  # of UnderWay, the first due first
         self._agreed = False
         self._owes_turn = False
         self._ends_step = False  # end_step() has begun, and an interrupt may have ended it
@@ -100,6 +100,7 @@ class LocalSteps(Rotation):
                 begun = self.begin(part, due)
                 if begun is not None:
                     self._under_way.append(begun)
+        self._under_way.sort(key=lambda each: each.due)  # what was loaded may be due later
         self._turn, self._owes_turn, self._ends_step = turn, False, False
         if self.pace.delay == 0:
             self._apply_due(turn)

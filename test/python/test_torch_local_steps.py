@@ -109,16 +109,21 @@ def test_one_worker_saves_and_resumes():
     assert torch.equal(model.weight, other.weight)
 
 
-@pytest.mark.parametrize(("every", "delay"), [(1, 0), (1, 1), (4, 3), (4, 4), (5, 2), (8, 4)])
-def test_a_run_may_go_on_at_a_faster_pace(every, delay):
+@pytest.mark.parametrize(
+    ("every", "delay", "fragments"),
+    [(1, 0, 1), (1, 1, 1)]
+    + [(e, e * half // 2, parts) for e in (4, 8) for half in range(3) for parts in (1, 2)],
+)
+def test_a_run_may_go_on_at_a_faster_pace(every, delay, fragments):
     """With an outer rate of 1 and no momentum, one rank does what the plain optimizer does."""
     outer = {"outer_lr": 1.0, "outer_momentum": 0.0, "compression": hvd.Compression.none}
+    outer["fragments"] = fragments
     (expected, plain), (model, inner) = _start(), _start()
     optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=8, delay=8, **outer)
     for step in range(20):
         if step == 10:  # what was sent after 8 steps would be due after 16
             saved = copy.deepcopy(optimizer.state_dict())
-            assert len(saved["perseus_local_steps"]["under_way"]) == 1
+            assert len(saved["perseus_local_steps"]["under_way"]) == fragments
             inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             pace = {"every": every, "delay": delay}
             optimizer = hvd.DiLoCo(inner, model.named_parameters(), **pace, **outer)
