@@ -15,6 +15,7 @@ from perseus.elastic import known_blocks
 from perseus.elastic.notification import notification_manager
 from perseus.elastic.state import State
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
+from perseus.gradients.aggregation import forget_passes
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ def looped(
                     # and others wait for operations that this rank will not start any more.
                     basics.end_world()
                     state.restore()
+                    forget_passes()  # their steps are undone by now
                     skip_sync = False
                 if member is not None:
                     member.will_sync = not skip_sync

@@ -149,11 +149,10 @@ def forget_passes() -> None:
         passes.forget()
 
 
-def _begin_world() -> None:
-    # Whatever writes equal values on all ranks forgets the passes, too, so they are not undone.
+def _take_back() -> None:
     for passes in list(_known):
         passes.take_back()
-    forget_passes()
 
 
-basics.at_init(_begin_world)
+basics.at_init(forget_passes)
+basics.at_reset(_take_back)

@@ -188,11 +188,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """Determine the steps per epoch, if they matter.
 
         Another fit may have other steps, as in a new world of an elastic job, where new ranks know
-        only the present ones.
+        only the present ones. Where Keras does not know them, those of the last fit count.
         """
         if not self.staircase and self.steps_per_epoch in (None, 0, self._detected_steps):
-            self.steps_per_epoch = self._detected_steps = self.params.get("steps")
-            if not self.steps_per_epoch:
+            found = self.params.get("steps") or self._detected_steps
+            self.steps_per_epoch = self._detected_steps = found
+            if not found:
                 raise ValueError(
                     f"Could not autodetect the number of steps per epoch. Please specify the "
                     f"steps_per_epoch parameter to the {type(self).__name__}()"

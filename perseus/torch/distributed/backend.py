@@ -377,7 +377,7 @@ def register() -> None:
 def _devices_here() -> list[str]:
     """Return the types of this host's devices: torch makes tensors of its own on those given it.
 
-    Does not ask is_available(), after which forked processes could not use GPUs.
+    Asks NVML, if it knows: processes that are forked once CUDA has been asked cannot use GPUs.
     """
     return list(_DEVICES if torch.cuda.device_count() > 0 else _DEVICES[:1])
 

@@ -517,7 +517,7 @@ class Collectives:
 
         def finish(gathered: torch.Tensor) -> Tensors:
             # Its new indices and values are tensors that are made here.
-            with torch.inference_mode(tensor.is_inference()):
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(
                     sparse_total(described[0], gathered, own, _SPARSE_OPS[kind], self.world.size)
                 )

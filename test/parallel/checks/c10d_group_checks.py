@@ -126,6 +126,10 @@ def check_tensors_of_inference_mode() -> None:
                 assert not tensor.is_inference()
                 values = tensor.coalesce().values() if tensor.is_sparse else tensor
                 (values * torch.ones(1, requires_grad=True)).sum().backward()
+        leaf = torch.full((3,), rank + 1.0).to_sparse().requires_grad_()
+        with torch.no_grad():
+            dist.all_reduce(leaf)
+        assert_same(leaf.detach().to_dense(), torch.full((3,), size * (size + 1) / 2))
 
 
 def check_a_group_has_its_store() -> None:

@@ -200,6 +200,9 @@ def check_each_fit_has_its_own_steps_per_epoch() -> None:
             done = np.arange(steps) + (callback is warmup)
             np.testing.assert_allclose(watch.rates, 0.4 * (first + rise * done / of), rtol=1e-6)
     assert given.steps_per_epoch == 8
+    schedule.set_params({"steps": None})  # as with a generator
+    schedule.on_train_begin()
+    assert schedule.steps_per_epoch == 2
 
 
 def check_the_learning_rate_follows_a_schedule() -> None:

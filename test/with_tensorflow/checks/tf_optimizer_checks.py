@@ -24,6 +24,8 @@ from worlds import world_with
 import perseus
 import perseus.tensorflow.horovod as hvd
 from perseus.elastic import reset
+from perseus.elastic.state import ObjectState
+from perseus.errors import HorovodInternalError
 
 v1 = tf.compat.v1
 STEPS = 4
@@ -406,6 +408,36 @@ def check_steps_that_adasum_has_not_combined_end_with_their_world() -> None:
                 step()
             # Orthogonal steps add up.
             np.testing.assert_array_equal(variable.numpy(), start - np.arange(1.0, n + 1))
+
+
+def check_what_is_written_between_worlds_is_no_step_of_adasum() -> None:
+    """By a script, or by the restore() of a state of its own."""
+    variable = tf.Variable([1.0])
+    adasum = hvd.DistributedOptimizer(
+        v1.train.GradientDescentOptimizer(0.5), op=hvd.Adasum, backward_passes_per_step=2
+    )
+
+    def half_a_step() -> None:
+        adasum.apply_gradients([(tf.constant([hvd.rank() + 1.0]), variable)])
+
+    class Own(ObjectState):
+        def restore(self) -> None:
+            variable.assign([5.0])
+
+    @hvd.elastic.run
+    def train(state: Own) -> float:
+        found = float(variable.numpy()[0])
+        if found == 1.0:
+            half_a_step()
+            raise HorovodInternalError("the world is to be left")
+        return found
+
+    assert train(Own(hvd.broadcast_object, hvd.rank)) == 5.0
+    half_a_step()
+    hvd.shutdown()
+    variable.assign([7.0])
+    hvd.init()
+    assert variable.numpy()[0] == 7.0
 
 
 def check_adasum_compresses_steps() -> None:
