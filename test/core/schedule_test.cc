@@ -147,35 +147,21 @@ TEST_P(Scheduled, WhatComesOnceInAWhileDoesNotBreakIt) {
   });
 }
 
-TEST_P(Scheduled, WhatComesInEveryStepFromNowOnIsLearntToo) {
-  run_ranks(3, [](int, Rank* rank, perseus_context*) {
-    const auto steps = [&](int first, int count) {
-      for (int step = first; step < first + count && !testing::Test::HasFatalFailure(); ++step) {
-        rank->step(step);
-        rank->submit(kTensors, step, kMuch);
-        rank->finish(kTensors);
-      }
-    };
-    steps(100, kGrow + 1 + kRelearn);
-    const uint64_t before = rank->messages();
-    steps(200, 3);
-    EXPECT_EQ(rank->messages(), before);
-  });
-}
-
-TEST_P(Scheduled, WhatComesInsteadOfItIsLearnt) {
-  run_ranks(3, [](int, Rank* rank, perseus_context*) {
-    const auto steps = [&](int first, int count) {
-      for (int step = first; step < first + count && !testing::Test::HasFatalFailure(); ++step) {
-        rank->submit(kTensors, step, kMuch);
-        rank->finish(kTensors);
-      }
-    };
-    steps(100, kGrow + 1 + kRelearn);
-    const uint64_t before = rank->messages();
-    steps(200, 3);
-    EXPECT_EQ(rank->messages(), before);
-  });
+TEST_P(Scheduled, WhatComesInEveryStepFromNowOnIsLearntTooOrInstead) {
+  for (const bool instead : {false, true})
+    run_ranks(3, [instead](int, Rank* rank, perseus_context*) {
+      const auto steps = [&](int first, int count) {
+        for (int step = first; step < first + count && !testing::Test::HasFatalFailure(); ++step) {
+          if (!instead) rank->step(step);
+          rank->submit(kTensors, step, kMuch);
+          rank->finish(kTensors);
+        }
+      };
+      steps(100, kGrow + 1 + kRelearn);
+      const uint64_t before = rank->messages();
+      steps(200, 3);
+      EXPECT_EQ(rank->messages(), before);
+    });
 }
 
 // Ranks 1 and 2 lack one tensor each, so they have begun 3 and 7 of the 10 batches that the others have begun on four
