@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "base/plain_numbers.h"
 
 namespace perseus {
@@ -379,11 +380,32 @@ std::string text_of(double number) {
   return text;
 }
 
+// setenv() may move the list of variables while another thread goes through it.
+Mutex environment_mutex;
+
+// Null = not set.
+const char* look_up_in_environment(const std::string& name) {
+  const MutexLock lock(environment_mutex);
+  return std::getenv(name.c_str());
+}
+
+std::vector<std::string> names_in_environment() {
+  std::vector<std::string> names;
+  const MutexLock lock(environment_mutex);
+  for (char** entry = environ; *entry != nullptr; ++entry) names.emplace_back(*entry, std::strcspn(*entry, "="));
+  return names;
+}
+
 }  // namespace
 
 std::string environment_value(const std::string& name) {
-  const char* value = std::getenv(name.c_str());
+  const char* value = look_up_in_environment(name);
   return value == nullptr ? "" : value;
+}
+
+void set_where_unset(const std::string& name, const std::string& value) {
+  const MutexLock lock(environment_mutex);
+  ::setenv(name.c_str(), value.c_str(), 0);
 }
 
 std::vector<std::string> doubtful_variables() {
@@ -398,8 +420,7 @@ std::vector<std::string> doubtful_variables() {
   }
   for (const Variable& entry : kTable)
     for (const std::string& name : names_of(entry)) known.push_back(name);
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string name(*entry, std::strcspn(*entry, "="));
+  for (const std::string& name : names_in_environment()) {
     const auto begins = [&](const std::string& prefix) { return name.compare(0, prefix.size(), prefix) == 0; };
     if (std::none_of(std::begin(kPrefixes), std::end(kPrefixes), begins)) continue;
     const auto nearer = [&](const auto& a, const auto& b) { return distance(name, a) < distance(name, b); };
@@ -439,8 +460,7 @@ Config::Config(const std::vector<std::string>& overrides) {
         }
       return false;
     };
-    given_[static_cast<int>(entry.id)] =
-        take_first(overridden) || take_first([](const std::string& name) { return std::getenv(name.c_str()); });
+    given_[static_cast<int>(entry.id)] = take_first(overridden) || take_first(look_up_in_environment);
     parse(entry, source, value);
   }
 }

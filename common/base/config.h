@@ -124,6 +124,9 @@ inline constexpr Var kVarOf<LogLevel> = Var::kLogLevel;
 // The value of a variable of the environment; "" = not set. For variables of launchers, not for those of the table.
 std::string environment_value(const std::string& name);
 
+// Sets a variable of another library, unless the user has. Other contexts of the process may read theirs meanwhile.
+void set_where_unset(const std::string& name, const std::string& value);
+
 // "Unknown variable NAME; did you mean OTHER?" for every name of the environment that is not in the table, but differs
 // from a name of the table in at most one letter of eight. "NAME=VALUE has no effect: WHY" for Horovod's variables that
 // Perseus has no use for.

@@ -100,7 +100,7 @@ void Library::check(Result code, const char* what, Handle communicator) const {
     fail(ErrorKind::kIo, std::string("[nccl] ") + what + ": " + text_of(code, communicator));
 }
 
-void connect_when_joining() { ::setenv("NCCL_RUNTIME_CONNECT", "0", 0); }
+void connect_when_joining() { set_where_unset("NCCL_RUNTIME_CONNECT", "0"); }
 
 int type_of(DType dtype) {
   switch (dtype) {
