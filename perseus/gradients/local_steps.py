@@ -92,9 +92,9 @@ class LocalSteps(Rotation):
     def take_turn(self) -> None:
         """See Turns."""
         turn = self._turn + 1
-        self._apply_due(turn)
         due = turn + self.pace.delay
         sent = {each.part for each in self._under_way if each.due == due}  # before an interrupt
+        self._apply_due(turn)
         for part in range(self.parts):
             if self.pace.is_due(part, turn) and part not in sent:
                 begun = self.begin(part, due)

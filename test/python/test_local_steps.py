@@ -69,22 +69,25 @@ def test_an_interrupted_step_is_ended_before_the_next_one(pace):
         assert _taken(pace, step) == _taken(pace, 0)
 
 
-def test_what_was_sent_before_an_interrupt_is_not_sent_again():
+@pytest.mark.parametrize("pace", [Pace(2, 2, 2), Pace(2, 1, 0), Pace(1, 1, 1)])
+def test_what_was_sent_before_an_interrupt_is_not_sent_again(pace):
     class Interrupted(list):
         def append(self, each):
             super().append(each)
             raise KeyboardInterrupt
 
-    steps = _Steps(Pace(2, 2, 2))
-    steps.begin_step()
+    steps = _Steps(pace)
     steps._under_way = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        steps.end_step()
+        for _ in range(pace.every):
+            steps.begin_step()
+            steps.end_step()
     steps._under_way = list(steps._under_way)
     steps.begin_step()
-    steps.end_step()
-    parts = [part for event, part, _ in steps.events if event == "begin"]
-    assert sorted(parts) == [0, 1]
+    if pace.parts == 2:
+        steps.end_step()
+    begun = [part for event, part, _ in steps.events if event == "begin"]
+    assert sorted(begun) == list(range(pace.parts))
 
 
 def test_an_exchange_that_fails_is_not_waited_for_again():
