@@ -110,9 +110,10 @@ try:
     dist.init_process_group("gloo", rank=1, world_size=2, timeout=limit / 60)
 except ValueError as error:
     print("MASTER_ADDR expected" in str(error), flush=True)
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+kept = socket.socket()  # so that no other program is given the port before the store has it
+kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+kept.bind(("127.0.0.1", 0))
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(kept.getsockname()[1]))
 rank = 0 if (child := os.fork()) else 1
 dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
 tensor = torch.arange(3.0) + rank
