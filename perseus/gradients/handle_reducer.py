@@ -9,7 +9,6 @@ threads, one at a time for each reduction.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from perseus.failures import Failures
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import Reducer
 from perseus.operations import Kind
+from perseus.worlds import outlives_worlds
 
 _ALLREDUCE = Kind.ALLREDUCE
 _POLL_SECONDS = 0.001
@@ -85,7 +85,7 @@ class HandleReducer(Reducer):
         self._postscale = plan.postscale
         self._codec = plan.compression.codec
         self._codec_argument = plan.compression.argument
-        _living.add(self)
+        outlives_worlds(self)
 
     def begin(
         self,
@@ -157,7 +157,7 @@ class HandleReducer(Reducer):
         """Return whether any reduction has begun and has not been finished."""
         return any(reduction.is_under_way() for reduction in self.reductions)
 
-    def forget_begun(self) -> None:
+    def begin_world(self) -> None:
         """Drop reductions without waiting, because their world has ended."""
         for reduction in self.reductions:
             reduction.handle = 0
@@ -170,14 +170,3 @@ class HandleReducer(Reducer):
             compression.decompress(tensor, context)
             for tensor, context in zip(reduction.sent, reduction.contexts, strict=True)
         ]
-
-
-_living: weakref.WeakSet[HandleReducer] = weakref.WeakSet()
-
-
-def _begin_world() -> None:
-    for reducer in _living:
-        reducer.forget_begun()
-
-
-basics.at_init(_begin_world)

@@ -22,6 +22,7 @@ from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import readable
 from perseus.keras.training_thread import InTrainingThread
 from perseus.keras.wrapping import distributed_in, is_distributed
+from perseus.worlds import outlives_worlds
 
 __all__ = [
     "BestModelCheckpoint",
@@ -65,6 +66,11 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
         self._check = ParameterCheck(name="callback")
         self._looked = False
         self._operations: int | None = None  # finished when the batch after the broadcast began
+        outlives_worlds(self)
+
+    def begin_world(self) -> None:
+        """Broadcast again, as the callbacks of new ranks do."""
+        self.broadcast_done = False
 
     def register_local_var(self, var: Any) -> None:
         """Do not broadcast a variable."""

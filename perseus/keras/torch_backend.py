@@ -95,7 +95,7 @@ class _Reducer(HandleReducer):
             self._rotations[key] = made
         self._rotations[key].take_turn()
 
-    def forget_begun(self) -> None:
+    def begin_world(self) -> None:
         """See HandleReducer."""
         self._overlap.forget()
 

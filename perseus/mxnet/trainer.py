@@ -36,7 +36,7 @@ from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight
 from perseus.mxnet.sparse import sum_rows
 from perseus.mxnet.weight_turns import TurningSource, WeightTurns
-from perseus.mxnet.worlds import outlives_worlds
+from perseus.worlds import outlives_worlds
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 

@@ -17,7 +17,7 @@ from perseus.gradients.rotation import parts_of
 from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight, WeightRotation
 from perseus.mxnet.step_keys import StepKeys
-from perseus.mxnet.worlds import outlives_worlds
+from perseus.worlds import outlives_worlds
 
 
 class WeightTurns:

@@ -182,9 +182,9 @@ class GradientReducer(HandleReducer):
             p for bundle in self.reductions if bundle.is_under_way() for p in bundle.parameters
         )
 
-    def forget_begun(self) -> None:
+    def begin_world(self) -> None:
         """See HandleReducer."""
-        super().forget_begun()
+        super().begin_world()
         self._memory.end_step()
         self._failures = Failures()
         self.begins_world = True

@@ -371,6 +371,21 @@ def check_training_goes_on_in_a_new_world() -> None:
     assert_close(model.weights, reference.weights, 1e-5)
 
 
+def check_a_callback_of_an_earlier_world_broadcasts_to_new_ranks() -> None:
+    callback = callbacks.BroadcastGlobalVariablesCallback(0)
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), "mse")
+    _fit(callback, model=model, epochs=1)
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() > 0:  # like a new process
+        callback = callbacks.BroadcastGlobalVariablesCallback(0)
+        model.set_weights([weight + hvd.rank() for weight in model.get_weights()])
+    _fit(callback, model=model, epochs=1)
+    assert callback.broadcast_done
+    assert_same_everywhere([*model.weights, *model.optimizer.variables])
+
+
 def check_states_are_committed_in_fit() -> None:
     class State:
         """Notes what it held at every commit."""
