@@ -7,13 +7,13 @@
 
 An array is whatever says where its elements are: by `__cuda_array_interface__` (CuPy, Numba,
 PyTorch), by `__array_interface__` (NumPy), or by DLPack (JAX, PyTorch, and most others). Results
-are written into arrays that the caller has, because nobody else knows how to make one. What must
-not be changed, as JAX's arrays, needs `out=`.
+are written into arrays of the caller. For an array that must not be changed, such as one of JAX's,
+pass `out=`.
 
-On a GPU, what is given to the array's stream before the call is waited for, and what is given to
-it after the call waits for the result; the host waits for other ranks only. DLPack does not name
-the stream of an array: its producer makes the legacy default stream wait for it, and it is that
-stream which waits for the result.
+On a GPU, a call waits for the work that the array's stream was given before, and work that it is
+given later waits for the result; the host waits for other ranks only. DLPack does not name the
+stream of an array: its producer makes the legacy default stream wait for it, and it is that stream
+which waits for the result.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Wait for an operation, and return the array that has its result; also after shutdown().
 
-    On a GPU, the result is there for what the array's stream does from now on.
+    On a GPU, later work on the array's stream sees the result.
     """
     return _latest().synchronize(handle)
 

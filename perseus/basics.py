@@ -521,7 +521,7 @@ def stop_timeline() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """Horovod's question about MPI; ValueError, since MPI is never enabled here."""
+    """Horovod's question about MPI; ValueError, since mpi_enabled() is False."""
     _context()
     raise ValueError("Horovod MPI is not enabled")
 
@@ -532,7 +532,7 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """False: the built-in backend moves the data, whatever launched the ranks."""
+    """False, as without MPI in Horovod, even if PERSEUS_CPU_OPERATIONS=mpi sends data over MPI."""
     return False
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from perseus import config
 from perseus.bench import plot, report
 from perseus.bench.bars import suite
 from perseus.bench.codecs import check_variables
@@ -81,6 +82,7 @@ def _measure(arguments: Sequence[str] | None) -> int:
     try:
         given = _parser().parse_args(arguments)
         _check_outputs(given)
+        config.check()
         if given.advise:
             return _advise(given)
         jobs = _jobs(given)

@@ -49,7 +49,7 @@ def failure_if(*errors: type[Exception]) -> Callable[[Exception], str | None]:
     return lambda error: basics.world_failure() if isinstance(error, errors) else None
 
 
-def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any] = reset) -> Callable[..., Any]:
     """Wrap `func(state, *args, **kwargs)` so that it starts again when the world breaks.
 
     The wrapper makes the state equal on all ranks, calls `func` and returns its result.

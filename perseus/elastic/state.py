@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
+from perseus import basics, control
 from perseus.elastic.notification import HostUpdateResult, notification_manager
 from perseus.errors import HostsUpdatedInterrupt
 from perseus.feeding import note_step
@@ -21,13 +22,22 @@ from perseus.gradients.rotation import synchronize_parameters
 _OFTEN_SECONDS = 5.0
 
 
+def _from_rank_0(obj: Any) -> Any:
+    return control.broadcast_object(obj, 0, None, 0)
+
+
 class State:
     """The contract between training and `run`; subclasses implement save, restore and sync.
 
-    bcast_object: rank 0's object on every rank. get_rank: this process's rank.
+    bcast_object: rank 0's object on every rank; pickles it by default. get_rank: this process's
+    rank.
     """
 
-    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = _from_rank_0,
+        get_rank: Callable[[], int] = basics.rank,
+    ) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._host_messages: queue.Queue[tuple[float, HostUpdateResult]] = queue.Queue()
@@ -128,11 +138,15 @@ class State:
 class ObjectState(State):
     """Plain Python values as attributes: `state = ObjectState(..., epoch=0)`, `state.epoch += 1`.
 
-    kwargs: the attributes and their first values; picklable. Saving keeps references, no copies.
+    bcast_object, get_rank: as for State. kwargs: the attributes and their first values; picklable.
+    Saving keeps references, no copies.
     """
 
     def __init__(
-        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+        self,
+        bcast_object: Callable[[Any], Any] = _from_rank_0,
+        get_rank: Callable[[], int] = basics.rank,
+        **kwargs: Any,
     ) -> None:
         self._saved_state = kwargs
         super().__init__(bcast_object, get_rank)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from perseus import basics
 from perseus.failures import Failures
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import Reducer

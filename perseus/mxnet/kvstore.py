@@ -48,8 +48,8 @@ from perseus.mxnet.optimizer import unwrapped
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
 from perseus.mxnet.weight_turns import WeightTurnsByKey
-from perseus.worlds import outlives_worlds
 from perseus.process_sets import global_process_set
+from perseus.worlds import outlives_worlds
 
 
 class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types

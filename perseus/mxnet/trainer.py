@@ -36,8 +36,8 @@ from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight
 from perseus.mxnet.sparse import sum_rows
 from perseus.mxnet.weight_turns import TurningSource, WeightTurns
-from perseus.worlds import outlives_worlds
 from perseus.process_sets import ProcessSet, checked, global_process_set
+from perseus.worlds import outlives_worlds
 
 
 class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]

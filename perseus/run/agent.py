@@ -761,7 +761,10 @@ def _explain(error: Exception, job: dict[str, Any]) -> str:
     if isinstance(error, OSError) and error.filename == job["directory"]:
         return "1 cannot change to directory " + str(job["directory"]) + ": " + str(error.strerror)
     if isinstance(error, FileNotFoundError) and error.filename == command:
-        return "127 " + command + ": command not found"
+        text = "127 " + command + ": command not found"
+        if command.endswith(".py") and os.path.exists(os.path.join(job["directory"], command)):
+            text += "; did you mean: python " + command
+        return text
     if isinstance(error, OSError):
         return "126 " + command + ": " + cause(error)
     return "1 " + command + ": " + str(error)

@@ -286,8 +286,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument(
         "--host-discovery-script",
-        metavar="FILE",
-        help="elastic: an executable that prints 'host' or 'host:slots' lines; runs every second",
+        metavar="COMMAND",
+        help="elastic: a shell command that prints 'host' or 'host:slots' lines; runs every second",
     )
     ssh = parser.add_argument_group("ssh (host names are passed on exactly as written)")
     ssh.add_argument("-p", "--ssh-port", type=positive, metavar="PORT", help="port of every host")

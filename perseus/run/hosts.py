@@ -115,7 +115,7 @@ def place(hosts: list[Host], ranks: int) -> list[Slot]:
         names = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise ValueError(
             f"Requested more processes ({ranks}) than slots available ({available}) on {names}; "
-            "add hosts or slots (-H name:slots), or lower -np"
+            "add hosts or slots (-H name:slots, hosts=), or lower -np (num_proc)"
         )
     used: list[Host] = []
     left = ranks

@@ -5,7 +5,7 @@ place. Common arguments:
 
 name: pairs the operation across ranks, in whatever order they submit it; the same name may not be
     in flight twice. None: `noname.<n>`, for which all ranks must issue the same operations.
-op: Average, Sum, Min, Max or Product.
+op: Average, Sum, Min, Max, Product or Adasum.
 prescale_factor, postscale_factor: multiplied in before and after; integers truncate towards zero.
 process_set: the ranks that take part.
 

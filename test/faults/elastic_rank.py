@@ -56,10 +56,6 @@ DIRECTORY, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
 PLACE = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 
 
-def from_rank_0(value: Any) -> Any:
-    return control.broadcast_object(value, 0, "state", 0)
-
-
 def happen(state: Any) -> None:
     for number, event in enumerate(PLAN["events"]):
         if state.step < event["step"] or hvd.rank() != event.get("rank", 0):
@@ -177,10 +173,10 @@ if sets:
         inner = torch.optim.SGD([parameter], lr=1.0)
         made = DistributedOptimizer(inner, [("p", parameter)], op=hvd.Sum, process_set=each)
         optimizers[each] = parameter, made
-state = elastic.ObjectState(from_rank_0, hvd.rank, weights=np.zeros(1000), step=0)
+state = elastic.ObjectState(weights=np.zeros(1000), step=0)
 if QUIRK == "reset":
     state.register_reset_callbacks([kill_in_the_third_world])
-elastic.run_fn(train, elastic.reset)(state)
+elastic.run_fn(train)(state)
 if QUIRK == "status":
     control.barrier()
     time.sleep(3 if hvd.rank() == 0 else 1)  # until rank 0 has passed the barrier, too

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import perseus.arrays as hvd
-from perseus import basics, control, elastic
+from perseus import basics, elastic
 
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 INPUTS, HIDDEN, BATCH, RATE = 32, 512, 64, 0.02
@@ -30,10 +30,6 @@ TEACHER = np.random.default_rng(1).normal(size=(INPUTS, 1))
 def note(**line: Any) -> None:
     with (DIRECTORY / f"log.{os.getpid()}").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def from_rank_0(value: Any) -> Any:
-    return control.broadcast_object(value, 0, "state", 0)
 
 
 def loss_and_gradients(weights: list[Any], step: int) -> tuple[float, list[Any]]:
@@ -76,6 +72,6 @@ weights = [
     generator.normal(size=(INPUTS, HIDDEN)) / INPUTS**0.5,
     generator.normal(size=(HIDDEN, 1)) / HIDDEN**0.5,
 ]
-state = elastic.ObjectState(from_rank_0, hvd.rank, weights=weights, step=0)
-elastic.run_fn(train, elastic.reset)(state)
+state = elastic.ObjectState(weights=weights, step=0)
+elastic.run_fn(train)(state)
 hvd.shutdown()

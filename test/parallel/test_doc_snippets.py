@@ -15,7 +15,8 @@ pytest.importorskip("torch")
 def printed(request, tmp_path_factory):
     uneven = snippets("docs/uneven.md", "torch")
     readme = snippets("README.md", "torch")[0]
-    scripts = {"steps": uneven[0], "join": uneven[1], "readme": readme}
+    elastic = snippets("docs/elastic.md", "numpy")[0]
+    scripts = {"steps": uneven[0], "join": uneven[1], "readme": readme, "elastic": elastic}
     return outputs(request.param, scripts, tmp_path_factory.mktemp("snippets"))
 
 
@@ -28,6 +29,10 @@ def printed(request, tmp_path_factory):
 )
 def test_ranks_with_different_numbers_of_batches(printed, script, said):
     assert all(text in printed[script] for text in said), printed[script]
+
+
+def test_an_elastic_script_without_a_framework(printed):
+    assert all(f"rank {rank}: 0.5000" in printed["elastic"] for rank in (0, 1))
 
 
 def test_the_script_of_the_readme_trains(printed):

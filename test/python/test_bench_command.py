@@ -195,10 +195,17 @@ def test_a_package_that_is_missing_is_named(
 
 
 def test_a_job_that_fails_is_said_with_status_1() -> None:
-    found = bench("latency", PERSEUS_ALLREDUCE_STREAMS="40")
+    found = bench("latency", PERSEUS_SECRET_FILE="/nowhere")
     assert found.returncode == 1
+    assert "/nowhere" in found.stderr
+    assert "perseus-bench: the job ended with status 1" in found.stderr
+
+
+def test_a_wrong_variable_is_bad_usage() -> None:
+    found = bench("latency", PERSEUS_ALLREDUCE_STREAMS="40")
+    assert found.returncode == 2
     assert "PERSEUS_ALLREDUCE_STREAMS='40': expected a whole number 1..12" in found.stderr
-    assert "perseus-bench: the job ended with status 2" in found.stderr
+    assert found.stderr.count("\n") == 1
 
 
 def test_a_job_that_takes_too_long_is_ended() -> None:

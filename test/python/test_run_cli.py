@@ -47,6 +47,13 @@ def test_mistake_is_one_line(arguments: list[str], status: int, message: str) ->
     assert message in result.stderr
 
 
+def test_a_script_in_place_of_a_command_gets_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    result = perseusrun("-np", "1", "own.py", cwd=tmp_path)
+    assert result.returncode == 127
+    assert "own.py: command not found; did you mean: python own.py\n" in result.stderr
+
+
 def test_bad_variable_is_named_before_any_rank_starts() -> None:
     env = environment(PERSEUS_ALLREDUCE_STREAMS="13")
     result = perseusrun("-np", "2", "echo", "started", env=env)
