@@ -21,7 +21,13 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 PIP := $(PY) $(PIP_INSTALL)
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S .
 # One build folder per Python version: objects of the core, libperseus.so, the extension and the C++ tests.
-BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+BUILD := build/cp$(subst .,,$(VERSION))
+ifneq ($(wildcard $(VENV)/lib),)
+ifeq ($(wildcard $(VENV)/lib/python$(VERSION)),)
+$(error $(VENV) has another Python than $(PYTHON) ($(VERSION)): remove .venv and build, or use a clone of its own for each version)
+endif
+endif
 # The longest first, so that none is left for the end.
 TEST_DIRS := $(wildcard test/parallel test/faults test/hosts test/python test/gpu)
 CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu'
@@ -243,7 +249,7 @@ test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHE
 
 # MXNet 1.9.1 and TensorFlow 2.15.1 do not support newer versions of Python.
 OLD_PYTHON := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info < (3, 12) else "")')
-UNTESTED = @echo "NOT TESTED: $(1), which needs Python 3.10 or 3.11 (PYTHON=python3.11)"
+UNTESTED = @echo "NOT TESTED: $(1), which needs Python 3.10 or 3.11 (make PYTHON=python3.11 in a clone of its own)"
 # The oldest TensorFlow that is served, too, where everything is tested.
 TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),$(if $(OLD_PYTHON),tensorflow-2.15))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import perseus.keras.library  # noqa: F401 - first of all: it says that Keras is missing
 from perseus.basics import (
     abort,
     ccl_built,

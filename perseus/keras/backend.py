@@ -5,10 +5,8 @@ Both are chosen at import, as TensorFlow and Keras do it. Stateless.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -17,27 +15,8 @@ from perseus.compression import Compressor
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.gradients.scopes import Scope
-from perseus.installed import missing, require
+from perseus.keras.library import KERAS_2, keras
 from perseus.process_sets import ProcessSet
-
-
-def _import_keras() -> Any:
-    """Import what tf.keras is; keras if it does not run on TensorFlow."""
-    legacy = os.environ.get("TF_USE_LEGACY_KERAS") in {"1", "true", "True"}
-    name = "tf_keras" if legacy else "keras"
-    require(name)
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:  # of its framework
-        framework = str(error.name).partition(".")[0]
-        if framework not in ("tensorflow", "torch"):
-            raise
-        other = "" if legacy else "; or choose the other one by KERAS_BACKEND=tensorflow or torch"
-        raise missing(framework, f", which Keras runs on here{other}") from None
-
-
-keras: Any = _import_keras()
-KERAS_2 = keras.__version__.startswith("2.")
 
 
 class BackendReducer(Protocol):

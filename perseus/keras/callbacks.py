@@ -16,7 +16,8 @@ from perseus import basics
 from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.parameter_check import ParameterCheck
-from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.backend import backend
+from perseus.keras.library import KERAS_2, keras
 from perseus.keras.metrics import means
 from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import readable

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from perseus.keras.backend import KERAS_2, keras
+from perseus.keras.library import KERAS_2, keras
 
 _KERAS_MODULES = ("keras.", "tf_keras.")
 

@@ -10,7 +10,7 @@ from typing import Any
 from perseus import basics
 from perseus.elastic.variables_state import ModelState
 from perseus.keras.backend import backend as keras_backend
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 from perseus.keras.training_thread import InTrainingThread
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from perseus.keras.backend import KERAS_2, keras
+from perseus.keras.library import KERAS_2, keras
 from perseus.keras.nesting import with_inner
 
 _replaced = keras.Model.compile if KERAS_2 else keras.Model._resolve_auto_jit_compile

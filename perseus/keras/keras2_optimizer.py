@@ -17,8 +17,8 @@ from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit
-from perseus.keras.backend import keras
 from perseus.keras.copies import copy_around, copy_of
+from perseus.keras.library import keras
 from perseus.keras.reducer import GradientReducer, Options, Reducing
 from perseus.keras.residuals import SavedResiduals
 from perseus.tensorflow.gradient_aggregation import count_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perseus.keras.backend import KERAS_2, keras
+from perseus.keras.library import KERAS_2, keras
 
 _CHANGE_GRADIENTS = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
 

@@ -15,7 +15,8 @@ import numpy as np
 from perseus import control
 from perseus.errors import MismatchError
 from perseus.gradients.parameter_check import by_rank
-from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.backend import backend
+from perseus.keras.library import KERAS_2, keras
 
 _NAME = "MetricAverageCallback"
 

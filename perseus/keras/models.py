@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from perseus.elastic.variables_state import optimizer_variables
-from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.backend import backend
+from perseus.keras.library import KERAS_2, keras
 from perseus.keras.wrapping import distribute, is_distributed, make_options
 from perseus.process_sets import global_process_set
 

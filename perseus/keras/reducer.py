@@ -21,8 +21,9 @@ from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import LateReducer
 from perseus.gradients.rotation import parts_of
 from perseus.gradients.scopes import Scope
-from perseus.keras.backend import backend, keras
+from perseus.keras.backend import backend
 from perseus.keras.learning_rate import learning_rate
+from perseus.keras.library import keras
 from perseus.keras.nesting import with_inner
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from perseus import basics
 from perseus.gradients.residuals import Held, checked_entry
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 from perseus.keras.reducer import GradientReducer
 
 # The entry with JSON {"rank": the owner, "held": [[name, layout], …]}; the data are in 0, 1, …

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 
 
 class InTrainingThread(keras.callbacks.Callback):

@@ -15,7 +15,8 @@ from perseus.gradients.arguments import (
     wrapped_twice,
 )
 from perseus.gradients.plan import Plan
-from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.backend import backend
+from perseus.keras.library import KERAS_2, keras
 from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import Options
 

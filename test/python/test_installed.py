@@ -73,6 +73,10 @@ def test_a_missing_legacy_keras_is_named_with_its_command():
     assert "tf_keras is not installed: pip install tf_keras, or unset TF_USE_LEGACY_KERAS" in found
 
 
+def test_a_missing_keras_is_named_where_numpy_is_missing_too():
+    assert said("perseus.keras", "keras", "numpy").startswith("keras [keras] Keras is not")
+
+
 def test_a_keras_without_what_it_runs_on_says_so():
     if find_spec("keras") is None:
         pytest.skip("needs Keras")

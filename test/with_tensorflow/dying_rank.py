@@ -22,7 +22,7 @@ def main() -> None:
     import tensorflow as tf
 
     import perseus.tensorflow.horovod.keras as hvd_keras
-    from perseus.keras.backend import keras
+    from perseus.keras.library import keras
     from perseus.tensorflow import mpi_ops as hvd
 
     hvd.init()

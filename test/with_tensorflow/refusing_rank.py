@@ -24,7 +24,7 @@ def main() -> None:
 
     import perseus.tensorflow.horovod as hvd
     import perseus.tensorflow.horovod.keras as hvd_keras
-    from perseus.keras.backend import keras
+    from perseus.keras.library import keras
 
     hvd.init()
     weights = tf.Variable(tf.fill([1000], hvd.rank() + 1.0))

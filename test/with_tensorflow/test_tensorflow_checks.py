@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")  # the examples' digits
 
 from ranks.launch import Launch, checks_of
 
-from perseus.keras.backend import KERAS_2
+from perseus.keras.library import KERAS_2
 
 KERAS_3_MODULES = [
     "keras_checks",

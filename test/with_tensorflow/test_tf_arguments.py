@@ -8,7 +8,7 @@ tf = pytest.importorskip("tensorflow")
 
 import perseus.keras as keras_hvd
 import perseus.tensorflow.horovod as hvd
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 from perseus.tensorflow.verdicts import Verdicts
 
 

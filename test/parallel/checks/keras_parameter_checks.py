@@ -15,7 +15,7 @@ import numpy as np
 from worlds import world_with
 
 import perseus.keras as hvd
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 
 
 def _model(seed: int, wrap: bool) -> keras.Model:

@@ -13,7 +13,7 @@ from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd_tf
 import perseus.tensorflow.horovod.keras as hvd
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 
 ROWS, LOCAL, BATCHES = 20, 8, 4
 KINDS = (keras.optimizers, keras.optimizers.legacy)

@@ -19,7 +19,7 @@ from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd_tf
 import perseus.tensorflow.horovod.keras as hvd
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 
 legacy = keras.optimizers.legacy
 

@@ -13,7 +13,7 @@ from keras2_checks import KINDS, _fit, _model
 import perseus.tensorflow.horovod as hvd_tf
 import perseus.tensorflow.horovod.keras as hvd
 from perseus.gradients import scopes
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 
 
 def check_states_bring_back_what_was_held() -> None:

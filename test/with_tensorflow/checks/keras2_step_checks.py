@@ -11,7 +11,7 @@ from keras2_checks import KINDS
 
 import perseus.tensorflow.horovod as hvd_tf
 import perseus.tensorflow.horovod.keras as hvd
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 
 SCHEDULE = keras.optimizers.schedules.PiecewiseConstantDecay
 

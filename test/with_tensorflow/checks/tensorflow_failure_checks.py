@@ -11,7 +11,7 @@ from tensorflow_values import WAYS, another_world, assert_equal, everyone, mine,
 
 import perseus.tensorflow.horovod.keras as hvd_keras
 from perseus import basics
-from perseus.keras.backend import keras
+from perseus.keras.library import keras
 from perseus.tensorflow import mpi_ops as hvd
 from perseus.tensorflow import ops
 

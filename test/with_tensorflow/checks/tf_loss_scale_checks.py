@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import perseus.tensorflow.horovod as hvd
 from perseus.gradients import scopes
-from perseus.keras.backend import KERAS_2, keras
+from perseus.keras.library import KERAS_2, keras
 
 STEPS = 6
 UNSCALED = (hvd.Compression.none, hvd.Compression.settings, hvd.Compression.bf16)
