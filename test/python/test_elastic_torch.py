@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import perseus.torch.horovod as hvd
+from perseus.elastic import HostUpdateResult, reset, run_fn
 from perseus.elastic import sampler as sampler_module
 from perseus.torch.elastic import ElasticSampler, TorchState
 from perseus.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
@@ -214,6 +215,35 @@ def test_a_new_world_forgets_what_optimizers_had_begun_in_the_last(monkeypatch):
     optimizer.zero_grad()
     _step(model, optimizer, 1)
     _step(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("change", [*HostUpdateResult, None])
+def test_no_gradient_outlives_the_world_that_computed_it(monkeypatch, marks, change):
+    """As on new ranks, there is none: zeros would move parameters that have no gradient."""
+    monkeypatch.setattr(TorchState, "_can_mark", lambda _: marks)
+    model, critic = _model(1), _model(2)
+    alone = torch.nn.Parameter(torch.tensor([3.0, 5.0]))
+    optimizer, other = _adam(model), torch.optim.Adam([alone])
+    state = TorchState(model, optimizer, critic=critic, other=other)
+    parameters = [*model.parameters(), *critic.parameters(), alone]
+    found = []
+
+    def train(state):
+        found.append([parameter.grad for parameter in parameters])
+        if len(found) > 1:
+            return
+        (critic(torch.ones(2, 3)).sum() + (alone * torch.tensor([1.0, 2.0])).sum()).backward()
+        _step(model, optimizer, 1)
+        other.step()
+        assert not any(parameter.grad is None for parameter in parameters)
+        if change:
+            state.on_hosts_updated(1.0, change)
+        state.commit(copy=False)
+        raise hvd.HorovodInternalError("injected")
+
+    run_fn(train, reset)(state)
+    assert found[1] == [None] * len(parameters)
 
 
 def test_restoring_an_optimizer_forgets_that_it_had_synchronized():

@@ -6,7 +6,7 @@ Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.tor
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from perseus.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    parameters_of,
     plain_buffers,
 )
 from perseus.torch.local_exchanges import TorchLocalSteps
@@ -134,6 +135,12 @@ def set_handler_registry(registry: Registry) -> None:
     _registry = registry
 
 
+def _parameters_of(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        return value.parameters()
+    return parameters_of(value) if isinstance(value, torch.optim.Optimizer) else ()
+
+
 class TorchState(HandledState):
     """The state of elastic training with PyTorch, as attributes.
 
@@ -182,6 +189,16 @@ class TorchState(HandledState):
             handler.mark()
         ObjectState.save(self)
         self._is_marked = True
+
+    def reset(self) -> None:
+        """Drop all gradients, which new ranks do not have; have samplers share their samples again.
+
+        A script that clears gradients after its commits would apply those of its last step twice.
+        """
+        for handler in self._handlers.values():
+            for parameter in _parameters_of(handler.value):
+                parameter.grad = None
+        super().reset()
 
     def restore(self) -> None:
         """Go back to the last commit: in place, where it has copies."""

@@ -71,6 +71,50 @@ def check_changed_hosts_keep_the_state_and_other_exceptions_propagate() -> None:
     assert_job_usable()
 
 
+def check_no_step_is_applied_twice_where_gradients_are_cleared_after_the_commit() -> None:
+    """Neither after a failure nor when hosts change; ranks add different gradients."""
+    size = hvd.size()
+    mean = sum(values((5, 3), torch.float64, each, salt=1) for each in range(size)) / size
+    for passes in (1, 2):
+        for fails in (True, False):
+            expected = values((5, 3), torch.float64, 0) - 4 * 0.5 * passes * mean
+            torch.testing.assert_close(_after_four_steps(passes, fails), expected)
+
+
+def _after_four_steps(passes: int, fails: bool) -> torch.Tensor:
+    """Return a parameter of a training whose world changes after two of them."""
+    model = nn.ParameterList([nn.Parameter(values((5, 3), torch.float64, hvd.rank()))])
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        model.named_parameters(),
+        backward_passes_per_step=passes,
+        compression=hvd.Compression.none,
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    worlds: list[int] = []
+
+    @hvd.elastic.run
+    def train(state):
+        worlds.append(state.step)
+        while state.step < 4:
+            for _ in range(passes):
+                own = values((5, 3), torch.float64, hvd.rank(), salt=1)
+                (model[0] * own).sum().backward()
+            if len(worlds) == 1 and state.step == 2 and fails:
+                hvd.barrier()
+                raise hvd.HorovodInternalError("injected")
+            optimizer.step()
+            state.step += 1
+            if len(worlds) == 1 and state.step == 2 and not fails:
+                state.on_hosts_updated(1.0, HostUpdateResult.added)
+            state.commit()
+            optimizer.zero_grad()
+
+    train(state)
+    assert worlds == [0, 2], worlds
+    return model[0].detach()
+
+
 def check_a_rank_that_was_given_up_as_lost_comes_back() -> None:
     """The last rank is stopped until the others have given it up; then all go on together."""
     with world_with(GLOO_TIMEOUT_SECONDS=4):
