@@ -11,10 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.optim import lr_scheduler as rates
+
 import perseus.torch.horovod as hvd
 from perseus.elastic import HostUpdateResult, reset, run_fn
 from perseus.elastic import sampler as sampler_module
 from perseus.torch.elastic import ElasticSampler, TorchState
+from perseus.torch.elastic import state as state_module
 from perseus.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 
@@ -255,6 +258,98 @@ def test_restoring_an_optimizer_forgets_that_it_had_synchronized():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _step(model, optimizer, 1)
+
+
+# ---- learning rate schedulers ----
+
+
+def _plain(optimizer):
+    return rates.StepLR(optimizer, 2, 0.5)
+
+
+def _of_metric(optimizer):
+    return rates.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def _of_momentum(optimizer):
+    return rates.OneCycleLR(optimizer, max_lr=0.5, total_steps=9)
+
+
+def _of_function(optimizer):
+    return rates.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+
+
+def _in_turn(optimizer):
+    parts = [rates.ConstantLR(optimizer, 0.5, 2), rates.ExponentialLR(optimizer, 0.75)]
+    return rates.SequentialLR(optimizer, parts, milestones=[2])
+
+
+def _chained(optimizer):
+    return rates.ChainedScheduler([_plain(optimizer), rates.CyclicLR(optimizer, 0.1, 1.0, 3)])
+
+
+SCHEDULERS = [_plain, _of_metric, _of_momentum, _of_function, _in_turn, _chained]
+
+
+def _scheduled(make):
+    """An optimizer with momentum of two groups, and its scheduler."""
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.5, 0.25)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=1.0, momentum=0.5))
+    return optimizer, make(optimizer)
+
+
+def _advance(optimizer, scheduler, steps=1):
+    """Take steps; returns learning rates and momenta after each."""
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        metric = [1.0] if isinstance(scheduler, rates.ReduceLROnPlateau) else []
+        scheduler.step(*metric)
+        found.append([(group["lr"], group["momentum"]) for group in optimizer.param_groups])
+    return found
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_a_scheduler_goes_back_to_the_commit_with_its_optimizer(monkeypatch, marks, make):
+    monkeypatch.setattr(TorchState, "_can_mark", lambda _: marks)
+    optimizer, scheduler = _scheduled(make)
+    state = TorchState(optimizer=optimizer, scheduler=scheduler)
+    _advance(optimizer, scheduler, 1)
+    state.commit(copy=False)
+    expected = _advance(optimizer, scheduler, 4)
+    assert len({str(each) for each in expected}) > 1
+    for _ in range(2):  # the first must not spoil what the second needs
+        state.restore()
+        assert state.scheduler is scheduler
+        assert scheduler.optimizer is optimizer
+        assert _advance(optimizer, scheduler, 4) == expected
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_a_scheduler_that_takes_over_a_state_stays_that_of_its_optimizer(monkeypatch, make):
+    further, further_scheduler = _scheduled(make)
+    _advance(further, further_scheduler, 3)
+    optimizer, scheduler = _scheduled(make)
+    state = TorchState(optimizer=optimizer, scheduler=scheduler)
+    sent = copy.deepcopy(further_scheduler.state_dict())
+    monkeypatch.setattr(state_module, "broadcast_object", lambda _: sent)
+    state._handlers["scheduler"].sync()
+    for group, of_root in zip(optimizer.param_groups, further.param_groups, strict=True):
+        group.update({key: value for key, value in of_root.items() if key != "params"})
+    assert scheduler.optimizer is optimizer
+    assert _advance(optimizer, scheduler, 4) == _advance(further, further_scheduler, 4)
+
+
+def test_without_copies_another_optimizer_keeps_its_own_options(monkeypatch):
+    monkeypatch.setattr(TorchState, "_can_mark", lambda _: True)
+    state = TorchState(optimizer=_scheduled(_plain)[0])
+    state.commit(copy=False)
+    state.optimizer, _ = _scheduled(_in_turn)
+    rate = state.optimizer.param_groups[0]["lr"]
+    assert rate == 0.25
+    state.restore()
+    assert state.optimizer.param_groups[0]["lr"] == rate
 
 
 # ---- sampler ----

@@ -1,4 +1,4 @@
-"""Elastic state of PyTorch: modules, optimizers and samplers, each with a handler that keeps it.
+"""Elastic state of PyTorch: a handler for each kind of value keeps it.
 
 Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.torch.elastic.state.
 """
@@ -36,18 +36,10 @@ from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import OWNER
 from perseus.torch.wrapped import wrapper_residuals
 
-
-class _UnharmedHandler(StateHandler):
-    """Keeps what a step that fails does not change."""
-
-    def mark(self) -> None:
-        """Do nothing."""
-
-    def keep(self) -> None:
-        """Do nothing."""
+_PARAMETERS = "params", "param_names"  # what a parameter group has beside options
 
 
-class ModelStateHandler(_UnharmedHandler):
+class ModelStateHandler(StateHandler):
     """Keeps a module's state_dict(), and what lossy codecs hold back in the wrapper around it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -60,6 +52,12 @@ class ModelStateHandler(_UnharmedHandler):
         residuals.kept = True
         self._held = residuals.residuals()
         self._saved = copy.deepcopy(self.value.state_dict())
+
+    def mark(self) -> None:
+        """Do nothing: a step that fails does not change the module."""
+
+    def keep(self) -> None:
+        """Do nothing."""
 
     def restore(self) -> None:
         """Write the copies back, in place."""
@@ -75,7 +73,7 @@ class ModelStateHandler(_UnharmedHandler):
         return plain_buffers(self.value.state_dict().values())
 
 
-class OptimizerStateHandler(_UnharmedHandler):
+class OptimizerStateHandler(StateHandler):
     """Keeps an optimizer's state_dict()."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -86,6 +84,19 @@ class OptimizerStateHandler(_UnharmedHandler):
         """Copy moments and options."""
         self._saved = copy.deepcopy(self.value.state_dict())
         self._saved.pop(OWNER, None)  # this process, which may have another rank by then
+        self.mark()
+
+    def mark(self) -> None:
+        """Copy the options, such as the learning rate, which schedulers change between steps."""
+        self._options = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key not in _PARAMETERS}
+            for group in self.value.param_groups
+        ]
+
+    def keep(self) -> None:
+        """Give the optimizer the options; a step that fails does not change the moments."""
+        for group, options in zip(self.value.param_groups, self._options, strict=False):
+            group.update(copy.deepcopy(options))
 
     def restore(self) -> None:
         """Give the optimizer the copies."""
@@ -106,6 +117,26 @@ class OptimizerStateHandler(_UnharmedHandler):
         return plain_buffers(value for entry in entries for value in entry)
 
 
+class SchedulerStateHandler(StateHandler):
+    """Keeps a learning rate scheduler's state_dict(); its optimizer keeps the learning rates."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self.save()
+
+    def save(self) -> None:
+        """Copy the state."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Give the scheduler a copy, which it keeps and changes."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Take over rank 0's state. The scheduler stays that of this rank's optimizer."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
 class SamplerStateHandler(SamplerHandler):
     """Keeps an ElasticSampler's epoch and progress."""
 
@@ -117,6 +148,9 @@ class SamplerStateHandler(SamplerHandler):
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, SchedulerStateHandler),
+    # Before torch 2.2 it is not derived from LRScheduler.
+    (torch.optim.lr_scheduler.ReduceLROnPlateau, SchedulerStateHandler),
     (ElasticSampler, SamplerStateHandler),
 ]
 
@@ -146,20 +180,22 @@ class TorchState(HandledState):
 
         state = TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
-    model, optimizer: usually one each; more of them, and samplers, go into kwargs under any name.
-    Modules, optimizers and ElasticSamplers are saved as copies and restored in place; other values
-    as in ObjectState. Assigning another module (optimizer, sampler) to its attribute saves it.
+    model, optimizer: usually one each; more of them, samplers, and learning rate schedulers of
+    these optimizers go into kwargs under any name.
+    Modules, optimizers, schedulers and ElasticSamplers are saved as copies and restored in place;
+    other values as in ObjectState. Assigning another one to its attribute saves it.
 
     Save, commit and look for new hosts after a step or synchronize(), not after backward(): saving
     an optimizer waits for the reductions under way, which all ranks must have begun.
 
-    `commit(copy=False)` copies no module and no optimizer. After a failure, they stay as they are:
-    a step changes them only once all of its gradients have been averaged. If some ranks have done
-    the last step and others have not, these take over the values of one that has. So it must come
-    after every step, before anything else that may fail, and is not for optimizers that communicate
-    while they change parameters, such as ZeRO's. `restore()` has then no earlier values to go back
-    to. It copies all the same without perseusrun, and where optimizers of Perseus communicate after
-    their steps: Adasum, LocalSGD, DiLoCo, and those that average a part of the parameters.
+    `commit(copy=False)` copies neither parameters nor moments. After a failure, they stay as they
+    are: a step changes them only once all of its gradients have been averaged. If some ranks have
+    done the last step and others have not, these take over the values of one that has. So it must
+    come after every step, before anything else that may fail, and is not for optimizers that
+    communicate while they change parameters, such as ZeRO's. `restore()` has then no earlier values
+    to go back to. It copies all the same without perseusrun, and where optimizers of Perseus
+    communicate after their steps: Adasum, LocalSGD, DiLoCo, and those that average a part of the
+    parameters.
     """
 
     def __init__(
@@ -173,7 +209,7 @@ class TorchState(HandledState):
         super().__init__(broadcast_object, rank, get_handler_registry(), values)
 
     def save(self) -> None:
-        """Copy modules, optimizers and samplers; remember the other values."""
+        """Copy what has a handler; remember the other values."""
         super().save()
         self._is_marked = False
 
@@ -184,7 +220,7 @@ class TorchState(HandledState):
         return not any(isinstance(value, AdasumOptimizer) for value in values)
 
     def mark(self) -> None:
-        """Take modules and optimizers as they are for committed."""
+        """Take parameters and moments as they are for committed."""
         for handler in self._handlers.values():
             handler.mark()
         ObjectState.save(self)

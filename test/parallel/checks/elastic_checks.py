@@ -115,6 +115,45 @@ def _after_four_steps(passes: int, fails: bool) -> torch.Tensor:
     return model[0].detach()
 
 
+def check_schedulers_lower_the_learning_rates_of_all_ranks() -> None:
+    """Ranks begin with different ones, as rank 0 has trained before; the others take over its."""
+    rank, size = hvd.rank(), hvd.size()
+    parameter = nn.Parameter(torch.full((3,), 5.0 + rank, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], compression=hvd.Compression.none
+    )
+    steps = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    later = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.25)
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [steps, later], milestones=[4])
+    for _ in range(2 if rank == 0 else 0):
+        both.step()
+    state = hvd.elastic.TorchState(nn.ParameterList([parameter]), optimizer, both=both, step=2)
+    rates: list[float] = []
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 6:
+            optimizer.zero_grad()
+            (parameter * values((3,), torch.float64, rank)).sum().backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            state.both.step()
+            state.step += 1
+            if rank == size - 1 and len(rates) == 3:
+                raise hvd.HorovodInternalError("injected")
+            if state.step % 2 == 0:
+                state.commit()
+
+    train(state)
+    assert state.both is both and both.optimizer is optimizer
+    # The failure may come before some rank's third step has ended, which is taken back.
+    assert rates[2:-2] in ([], [1.0]), rates
+    lasting = [*rates[:2], *rates[-2:]]
+    assert lasting == [0.5, 0.5, 1.0, 0.25], rates  # the second one begins with the initial rate
+    mean = sum(values((3,), torch.float64, each) for each in range(size)) / size
+    torch.testing.assert_close(parameter.detach(), 5.0 - sum(lasting) * mean)
+
+
 def check_a_rank_that_was_given_up_as_lost_comes_back() -> None:
     """The last rank is stopped until the others have given it up; then all go on together."""
     with world_with(GLOO_TIMEOUT_SECONDS=4):
