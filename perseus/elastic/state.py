@@ -45,6 +45,7 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = 0  # so many of the training that the present values have come from
         self._checked_at = -inf
+        self._are_averaged = False  # parameters, in a commit
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Call each, without arguments, when a new world has started, e.g. to scale lr."""
@@ -79,10 +80,17 @@ class State:
             self.mark()
             # A collective: other ranks may have to copy, whose optimizers live longer.
             synchronize_parameters()
-        self.check_host_updates()
+        self._are_averaged = True
+        try:
+            self.check_host_updates()
+        finally:
+            self._are_averaged = False
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if rank 0 has learned of a change of hosts.
+
+        Before that, parameters are made equal as by commit(): in the next world, all ranks take
+        over rank 0's, or lack those of ranks that leave.
 
         Collective: every rank must call it. Cheaper than commit(), so it may be called more often.
         """
@@ -102,6 +110,8 @@ class State:
         before, latest, changes = self._bcast_object((before, latest, changes))
         self._last_updated_timestamp = latest
         if latest > before:
+            if not self._are_averaged:
+                synchronize_parameters()
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
 
     def save(self) -> None:

@@ -176,8 +176,8 @@ def synchronize_parameters() -> None:
 
     They become the average of all ranks, as do those of `hvd.LocalSGD` and `hvd.DiLoCo`. Call it on
     all ranks of the world before evaluation and checkpoints; a checkpoint that rank 0 alone saves
-    without it has rank 0's replica. Broadcasts need no call before them, and elastic commits make
-    it themselves.
+    without it has rank 0's replica. Broadcasts need no call before them. Elastic commits make it
+    themselves, and so does check_host_updates() when hosts have changed.
     """
     if basics.is_initialized() and basics.size() > 1:
         for name, rotation in sorted(_living_everywhere().items()):

@@ -250,6 +250,35 @@ def test_commit_saves_before_it_looks_for_news():
     assert state.batch == 2
 
 
+@pytest.mark.parametrize("change", [REMOVED, ADDED])
+@pytest.mark.parametrize("way", ["check", "copies", "marks"])
+def test_parameters_are_averaged_once_before_the_world_changes(monkeypatch, change, way):
+    """Local steps of ranks other than 0 would be lost; a commit has averaged them by then."""
+
+    class Marking(Recorder):
+        def mark(self):
+            self.done.append("mark")
+
+        def _can_mark(self):
+            return way == "marks"
+
+    state = Marking()
+    monkeypatch.setattr(
+        "perseus.elastic.state.synchronize_parameters", lambda: state.done.append("average")
+    )
+    look = state.check_host_updates if way == "check" else lambda: state.commit(copy=False)
+    expected = {"check": [], "copies": ["average", "save"], "marks": ["mark", "average"]}[way]
+    look()
+    assert state.done == expected
+    state.on_hosts_updated(1.0, change)
+    with pytest.raises(HostsUpdatedInterrupt):
+        look()
+    assert state.done == (expected * 2 or ["average"])
+    state.done.clear()
+    _update_of(state, (2.0, change))
+    assert state.done == ["average"]
+
+
 def test_on_reset_forgets_news_then_resets_then_calls_back():
     state = Recorder()
     state.register_reset_callbacks([lambda: state.done.append("first")])

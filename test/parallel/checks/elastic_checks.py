@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from adasum_checks import adasum_of
-from patterns import assert_job_usable, shared_folder, values, world_with
+from patterns import apart, assert_job_usable, shared_folder, values, world_with
 from torch import nn
 
 import perseus.torch.horovod as hvd
@@ -152,6 +152,42 @@ def check_schedulers_lower_the_learning_rates_of_all_ranks() -> None:
     assert lasting == [0.5, 0.5, 1.0, 0.25], rates  # the second one begins with the initial rate
     mean = sum(values((3,), torch.float64, each) for each in range(size)) / size
     torch.testing.assert_close(parameter.detach(), 5.0 - sum(lasting) * mean)
+
+
+def check_changed_hosts_lose_no_local_step() -> None:
+    """Every rank is a host of its own, whose steps count as much as rank 0's."""
+    rank, size = hvd.rank(), hvd.size()
+    gradients = [values((6, 2), torch.float64, each, salt=2) for each in range(size)]
+    mean = sum(gradients) / size
+    for wrap, options in (
+        (hvd.LocalSGD, {"every": 100}),
+        (hvd.DistributedOptimizer, {"compression": hvd.Compression.rotate(2)}),
+    ):
+        with apart():
+            parameter = nn.Parameter(values((6, 2), torch.float64, rank))
+            optimizer = wrap(torch.optim.SGD([parameter], lr=0.5), [("p", parameter)], **options)
+            state = hvd.elastic.TorchState(nn.ParameterList([parameter]), optimizer, steps=0)
+            found: list[torch.Tensor] = []
+
+            @hvd.elastic.run
+            def train(state, optimizer, parameter, found):
+                found.append(parameter.detach().clone())
+                if len(found) == 3:
+                    return
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    (parameter * gradients[rank]).sum().backward()
+                    optimizer.step()
+                    state.steps += 1
+                if rank == 0:
+                    change = HostUpdateResult.added if len(found) == 1 else HostUpdateResult.removed
+                    state.on_hosts_updated(float(len(found)), change)
+                state.check_host_updates()
+
+            train(state, optimizer, parameter, found)
+            start = values((6, 2), torch.float64, 0)
+            for world, weights in enumerate(found):
+                torch.testing.assert_close(weights, start - 0.5 * 3 * world * mean)
 
 
 def check_a_rank_that_was_given_up_as_lost_comes_back() -> None:
