@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,28 @@ _log = logging.getLogger(__name__)
 # A rank that was late for one start, or saw another rank leave in the middle of it, catches up with
 # the others: a start that one rank gave up ends at once for ranks that arrive later.
 _STARTS = 3
+
+
+class _Loops:
+    """Numbers the loops that this process has begun.
+
+    A call that follows one of the same wrapper with the same state belongs to the same loop: there,
+    a new rank that takes over the state in its first call is where the others are.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._last: tuple[Any, ...] = ()
+
+    def begin(self, wrapper: Callable[..., Any], state: State) -> int:
+        """Return the number of the loop that a call belongs to, from 1 on."""
+        if tuple(known() for known in self._last) != (wrapper, state):
+            self._number += 1
+            self._last = weakref.ref(wrapper), weakref.ref(state)
+        return self._number
+
+
+_loops = _Loops()
 
 
 def reset() -> None:
@@ -58,6 +81,9 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any] = reset) -> Callab
     `reset()` makes a new world, state.on_reset() is called and `func` starts anew. Everything else
     that `func` raises, and whatever reset() raises, ends the wrapper.
 
+    In an elastic job of perseusrun, a process may call several such functions one after the other,
+    but no new ranks join after the first: they would begin with that one.
+
     func: its first argument is a perseus.elastic.State. reset: leaves the world, joins the next.
     """
     return looped(func, reset, lambda _: None)
@@ -83,6 +109,7 @@ def looped(
         if member is not None and member.has_state is None:  # a process that has not trained yet
             member.has_state = False
         if member is not None and isinstance(state, State):
+            member.tell_loop(_loops.begin(wrapper, state))
             feeding.attach(member).contents = state.contents
         try:
             while True:

@@ -28,6 +28,7 @@ thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks, their sum, and
     the gradient in a DistributedOptimizer that a process has had since it began.
 limit: the second process of the host cannot make shared memory, which is the only transport.
+phases: there are two loops, of which the first ends after a step.
 status: rank 1 ends with exit status 7 after its last step, 2 s before the others.
 
 Every rank adds the same gradient, a small whole number that differs per step and index. So the
@@ -112,6 +113,11 @@ def train(state: Any) -> None:
         state.commit()
 
 
+def first_phase(state: Any) -> None:
+    state.earlier = hvd.allreduce(np.ones(7), "earlier")
+    state.commit()
+
+
 def summed_in(own: Any, gradient: int) -> int:
     """Let the set's optimizer take a step; returns what the gradient has become."""
     parameter, optimizer = optimizers[own]
@@ -176,6 +182,9 @@ if sets:
 state = elastic.ObjectState(weights=np.zeros(1000), step=0)
 if QUIRK == "reset":
     state.register_reset_callbacks([kill_in_the_third_world])
+if QUIRK == "phases":
+    earlier = elastic.ObjectState(earlier=np.zeros(7), step=0)
+    elastic.run_fn(first_phase)(earlier)
 elastic.run_fn(train)(state)
 if QUIRK == "status":
     control.barrier()

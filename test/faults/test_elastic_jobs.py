@@ -175,6 +175,16 @@ def test_hosts_come_and_go_between_steps(tmp_path: Path) -> None:
     assert "failed" not in job.output
 
 
+def test_no_rank_joins_a_job_whose_ranks_are_in_their_second_loop(tmp_path: Path) -> None:
+    """It would begin with the first one, and the others would wait for it."""
+    events = [{"step": 5, "what": "hosts", "text": "localhost:2\n127.0.0.1:1\n"}]
+    script = discover(tmp_path, "localhost:2\n")
+    flags = ["-np", 2, "--min-np", 1, "--host-discovery-script", script]
+    job = run(tmp_path, *flags, events=events, steps=150, quirk="phases")
+    expect_success(job, 2)
+    assert job.output.count("warning: no new rank can join the job any more") == 1, job.output
+
+
 def test_no_more_ranks_than_max_np_and_no_fewer_than_np_at_the_start(tmp_path: Path) -> None:
     script = discover(tmp_path, "")
     flags = ["-np", 2, "--min-np", 1, "--max-np", 3, "--slots-per-host", 1]

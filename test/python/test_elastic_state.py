@@ -590,6 +590,9 @@ def test_while_the_state_is_restored_the_rank_is_known_and_the_world_is_over():
 def member(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """This process's membership in an elastic job."""
     found = SimpleNamespace(has_state=None, will_sync=True, commits=0, place=None, feeding=None)
+    found.loops = []
+    found.tell_loop = found.loops.append
+    monkeypatch.setattr(elastic_loop, "_loops", elastic_loop._Loops())
     monkeypatch.setattr(basics, "membership", lambda: found)
     return found
 
@@ -619,3 +622,22 @@ def test_a_second_loop_begins_with_the_state_of_the_first(member: SimpleNamespac
     for _ in range(2):
         run_fn(lambda state: None, lambda: None)(Asking())
     assert asked == [False, True]
+
+
+def test_calls_with_another_function_or_another_state_are_other_loops(member: SimpleNamespace):
+    """With the same ones, a new rank takes over the state where the others are."""
+    first, second = (run_fn(lambda state: None, lambda: None) for _ in range(2))
+    state = Recorder()
+    for _ in range(3):
+        first(state)
+    second(state)
+    first(state)
+    first(Recorder())  # maybe where the next one will be
+    first(Recorder())
+    assert member.loops == [1, 1, 1, 2, 3, 4, 5]
+
+
+def test_an_interrupted_loop_does_not_become_another_one(member: SimpleNamespace):
+    state = Recorder()
+    _run(state, [HorovodInternalError("injected"), HostsUpdatedInterrupt(False), None])
+    assert member.loops == [1]

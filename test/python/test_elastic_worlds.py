@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from perseus.run import launch
-from perseus.run.bootstrap.words import Begun, Join
+from perseus.run.bootstrap.words import Begun, Join, Loop
 from perseus.run.elastic import driver
 from perseus.run.elastic.discovery import HostDiscoveryFunction
 from perseus.run.elastic.elasticity import Elasticity
@@ -164,6 +164,70 @@ def test_new_processes_without_a_slot_are_let_go_before_the_next_world(
         launcher._step(time.monotonic(), time.monotonic())
     assert [each.dismissed for each in launcher._processes.values()] == [False, False, True, True]
     assert [line.split()[:2] for line in sent] == [[b"TELL", b"2"], [b"END", b"3"]]
+
+
+def _sent_to(link: Any) -> list[list[bytes]]:
+    return [line.split(maxsplit=2) for line in link.sent]
+
+
+@pytest.fixture
+def link() -> Any:
+    """The agent of host a."""
+    sent: list[bytes] = []
+    return SimpleNamespace(**vars(HOST) | {"send": sent.append, "sent": sent})
+
+
+def test_new_ranks_cannot_join_ranks_that_have_begun_a_second_loop(
+    launcher: driver.ElasticLauncher, link: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They would begin with the first one. Neither do others start in their place."""
+    vars(launcher)["_watch"] = SimpleNamespace(hosts=lambda: [Host("a", 3)], complaint=lambda: "")
+    launcher._processes = {
+        0: Process(0, ("a", 0), HOST, 1, 0, has_begun=True),
+        1: Process(1, ("a", 1), HOST, 1, 1, has_begun=True),
+        2: Process(2, ("a", 2), link, request=NEW),
+    }
+    for loop in (1, 2, 3):
+        for number in (0, 1):
+            launcher._on_word(launcher._processes[number], Loop(loop))
+        if loop == 2:
+            launcher._step(time.monotonic(), time.monotonic())
+    (told,) = _sent_to(link)
+    assert told[:2] == [b"TELL", b"2"]
+    assert b'"leave"' in told[2] and b"Use one for the whole script" in told[2]
+    assert capfd.readouterr().err.count("no new rank can join the job any more") == 1
+    del launcher._processes[2]
+    launcher._step(time.monotonic(), time.monotonic())
+    assert sorted(launcher._processes) == [0, 1]
+    assert not any(launcher._news)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_rank_that_goes_back_to_an_earlier_loop_than_others_leaves_or_ends_the_job(
+    launcher: driver.ElasticLauncher, link: Any, least: int
+) -> None:
+    """The other one has finished the first loop when a third rank died."""
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 3, least, cooldown=(1.0, 1.0))
+    vars(launcher)["_watch"] = SimpleNamespace(hosts=lambda: [Host("a", 3)], complaint=lambda: "")
+    launcher._processes = {
+        number: Process(number, ("a", number), link, 1, number, loop=loop)
+        for number, loop in ((0, 1), (2, 2))
+    }
+    launcher._latest_loop = 2
+    for number, each in launcher._processes.items():
+        launcher._open_streams(number, number)
+        each.request = Join(True, True, 9 - number)
+    launcher._step(time.monotonic(), time.monotonic())
+    if least == 2:
+        assert launcher._ending
+        assert "1 ranks are left, instead of 2" in str(launcher._error)
+        return
+    assert [number for number, _ in launcher._world] == [2]
+    found = {each[1]: each[2] for each in _sent_to(link)}
+    assert (
+        b'"leave"' in found[b"0"] and b"the others have begun elastic.run number 2" in found[b"0"]
+    )
+    assert b'"place"' in found[b"2"]
 
 
 def test_ranks_that_train_keep_their_slots_when_others_load_on_a_host_that_was_seen_first(

@@ -189,6 +189,7 @@ WORDS = [
     words.Join(True, None, 3),
     words.Join(False, True, 0, True),
     words.Begun(2),
+    words.Loop(2),
     words.Pong(),
     words.Place(1, False, 2, True, {"HOROVOD_RANK": "1", "A": "\udcff"}),
     words.Leave("the job has finished"),

@@ -102,6 +102,10 @@ class Membership:
         with self._changed:
             self._write(words.Begun(self.place.epoch))
 
+    def tell_loop(self, number: int) -> None:
+        """Say that this rank begins a loop of elastic training, the number-th of its process."""
+        self.tell(words.Loop(number))
+
     def tell(self, word: words.FromRank) -> None:
         """Say something to perseusrun. Thread-safe."""
         with self._changed:

@@ -1,9 +1,10 @@
 """What perseusrun and a rank of an elastic job write to each other: lines of JSON, checked.
 
 A rank writes {"join": …} and waits until perseusrun answers {"place": …}, {"leave": …} or
-{"refuse": …}. Once it has met the others, it writes {"begun": …}. In between, perseusrun may write
-{"news": …}, {"ping": …}, which the rank answers by {"pong": …}, and {"feed": …}, which it answers
-by {"fed": …} (perseus/feeding.py). Pure functions, thread-safe.
+{"refuse": …}. Once it has met the others, it writes {"begun": …}, and {"loop": …} when it begins to
+train. In between, perseusrun may write {"news": …}, {"ping": …}, which the rank answers by {"pong":
+…}, and {"feed": …}, which it answers by {"fed": …} (perseus/feeding.py). Pure functions,
+thread-safe.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ class Begun:
     """A rank has met all others of a world. epoch: the world's number."""
 
     epoch: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A rank begins a loop of elastic training. number: so many its process has begun by now."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -116,14 +124,14 @@ class Feed:
     size: int
 
 
-FromRank = Join | Begun | Pong | Fed
+FromRank = Join | Begun | Loop | Pong | Fed
 FromLauncher = Place | Leave | Refuse | News | Ping | Feed
 
 
 def line_of(word: FromRank | FromLauncher) -> bytes:
     """Return the line that stands for a word, without its end."""
     value: Any = vars(word) or 0
-    if isinstance(word, (Begun, Leave, Refuse)):
+    if isinstance(word, (Begun, Loop, Leave, Refuse)):
         (value,) = vars(word).values()
     elif isinstance(word, (News, Feed, Fed)):
         value = [*vars(word).values()]
@@ -141,6 +149,8 @@ def from_rank(line: bytes) -> FromRank:
             return Join(sync, state, commits, fault)
     elif kind == "begun" and _is_natural(value):
         return Begun(value)
+    elif kind == "loop" and _is_natural(value):
+        return Loop(value)
     elif kind == "pong":
         return Pong()
     elif kind == "fed" and _are_natural(value, 2):

@@ -43,6 +43,10 @@ _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launch
 _WORLD = "world"  # the job of basics.init()
 _NO_STATE = "No hosts from previous set remaining: nobody has the training's state"
 _OUTPUTS = (agent.OUT, agent.ERR)
+_ONE_LOOP = (
+    "new ranks would begin with the first elastic.run of the script. Use one for the whole script, "
+    "whose function looks at the state for the phase to go on with"
+)
 
 
 class ElasticLauncher(Launcher):
@@ -66,6 +70,7 @@ class ElasticLauncher(Launcher):
         self._started = 0
         self._epoch = -1
         self._state_exists = False  # some rank has said that it has it
+        self._latest_loop = 0  # of elastic training: the last one that some rank has begun
         self._world: list[tuple[int, Slot]] = []
         self._give_up_at: float | None = None  # when there have been too few ranks for too long
         self._waits_by = ""  # the flag that limits this wait
@@ -228,8 +233,15 @@ class ElasticLauncher(Launcher):
         usable = self._slots.usable(now)
         present = {process.place for process in self._processes.values() if not process.dismissed}
         trained = {process.place for process in self._members() if not process.dismissed}
+        if self._is_closed():
+            usable = [place for place in usable if place in trained]
         usable.sort(key=lambda place: (place not in trained, place not in present))
         return usable[: self._elasticity.most]
+
+    def _is_closed(self) -> bool:
+        """Whether new ranks cannot join any more: they would begin with the first loop, whose
+        state, and whose operations, are not those of the present one."""
+        return self._latest_loop > 1 and self._epoch >= 0
 
     def _start_processes(self, now: float) -> None:
         wanted = self._wanted(now)
@@ -334,6 +346,14 @@ class ElasticLauncher(Launcher):
             self._on_join(process)
         elif isinstance(word, words.Fed):
             self._feeds.on_fed(process, word)
+        elif isinstance(word, words.Loop):
+            self._on_loop(process, word.number)
+
+    def _on_loop(self, process: Process, number: int) -> None:
+        process.loop = number
+        if self._latest_loop < 2 <= number:
+            self._print(f"warning: no new rank can join the job any more: {_ONE_LOOP}")
+        self._latest_loop = max(self._latest_loop, number)
 
     def _on_join(self, process: Process) -> None:
         if self._epoch < 0:
@@ -365,7 +385,12 @@ class ElasticLauncher(Launcher):
         wanted = set(self._wanted(now))
         for process in self._spares():
             if process.host.given_job and process.place not in wanted:
-                self._departures.let_go(process, _lost_slot(process), now)
+                self._departures.let_go(process, self._why_unwanted(process), now)
+
+    def _why_unwanted(self, process: Process) -> str:
+        if self._is_closed() and process.loop < self._latest_loop:
+            return f"the others have begun elastic.run number {self._latest_loop}, and {_ONE_LOOP}"
+        return f"{process.place[0]} does not have its slot any more"
 
     def _dismiss_spares(self, now: float) -> None:
         """After the first success: let those go that are not in the last world."""
@@ -401,6 +426,8 @@ class ElasticLauncher(Launcher):
             each
             for each in self._processes.values()
             if each.request is not None and not each.dismissed and each.place in wanted
+            # The others go back to the last commit of an earlier loop.
+            if each.loop == self._latest_loop or not self._is_closed()
         ]
 
     def _may_begin(self, before: float) -> bool:
@@ -447,7 +474,7 @@ class ElasticLauncher(Launcher):
             return
         for process in list(self._processes.values()):
             if process.request is not None and process not in chosen:
-                self._departures.dismiss(process, _lost_slot(process))
+                self._departures.dismiss(process, self._why_unwanted(process))
         last, self._epoch = self._epoch, self._epoch + 1
         self._begun_at = time.monotonic()
         self._questions.forget()
@@ -512,6 +539,9 @@ class ElasticLauncher(Launcher):
         waits = (slots < needed or any(asked)) if is_first else all(asked)
         if not waits:
             self._give_up_at = None
+            return
+        if self._is_closed() and (left := len(self._candidates())) < needed:
+            self._give_up(f"{left} ranks are left, instead of {needed}, and {_ONE_LOOP}")
             return
         more_may_come = elasticity.discovery.may_change and (slots > 0 or not self._slots.hosts())
         if slots < needed and not more_may_come and self._slots.next_return(now) is None:
@@ -691,7 +721,3 @@ class ElasticLauncher(Launcher):
             host.start_by = host.alive_at = inf
             for number in sorted(host.running):
                 self._rank_exited(host, number, error.code)
-
-
-def _lost_slot(process: Process) -> str:
-    return f"{process.place[0]} does not have its slot any more"

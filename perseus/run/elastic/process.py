@@ -34,6 +34,7 @@ class Process:
     feed: int | None = None  # the number of that in which it was to be fed
     fed: bool = False  # and has got something
     first_local_rank: int | None = None  # in the first world that it was in
+    loop: int = 0  # of elastic training: so many it has begun
     unread: bytes = b""
 
     @property
