@@ -50,9 +50,10 @@ _loops = _Loops()
 def reset() -> None:
     """Leave the world and join the next one: the same ranks, or those that perseusrun chooses.
 
-    Process sets that were given to init() get their ids again, unless sets are dynamic: then the
-    script registers the sets that it needs in a reset callback, as with Horovod. The other ranks
-    may arrive at any time within three times HOROVOD_START_TIMEOUT; otherwise InitializationError.
+    Process sets that were given to init() are registered again in their order, where the new world
+    has ranks of them, unless sets are dynamic: then the script registers the sets that it needs in
+    a reset callback, as with Horovod. The other ranks may arrive at any time within three times
+    HOROVOD_START_TIMEOUT; otherwise InitializationError.
     """
     sets = process_sets.static_sets()
     basics.shutdown_for_next()
