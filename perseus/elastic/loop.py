@@ -6,6 +6,7 @@ Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.com
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -28,19 +29,21 @@ _STARTS = 3
 class _Loops:
     """Numbers the loops that this process has begun.
 
-    A call that follows one of the same wrapper with the same state belongs to the same loop: there,
-    a new rank that takes over the state in its first call is where the others are.
+    A call that follows one of the same function with the same state belongs to the same loop:
+    there, a new rank that takes over the state in its first call is where the others are.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        self._last: tuple[Any, ...] = ()
+        self._code: Any = None
+        self._state: Callable[[], State | None] = lambda: None
 
-    def begin(self, wrapper: Callable[..., Any], state: State) -> int:
+    def begin(self, func: Callable[..., Any], state: State) -> int:
         """Return the number of the loop that a call belongs to, from 1 on."""
-        if tuple(known() for known in self._last) != (wrapper, state):
+        code = getattr(inspect.unwrap(func), "__code__", func)  # equal where it is defined anew
+        if code != self._code or self._state() is not state:
             self._number += 1
-            self._last = weakref.ref(wrapper), weakref.ref(state)
+            self._code, self._state = code, weakref.ref(state)
         return self._number
 
 
@@ -110,7 +113,7 @@ def looped(
         if member is not None and member.has_state is None:  # a process that has not trained yet
             member.has_state = False
         if member is not None and isinstance(state, State):
-            member.tell_loop(_loops.begin(wrapper, state))
+            member.tell_loop(_loops.begin(func, state))
             feeding.attach(member).contents = state.contents
         try:
             while True:

@@ -626,10 +626,13 @@ def test_a_second_loop_begins_with_the_state_of_the_first(member: SimpleNamespac
 
 def test_calls_with_another_function_or_another_state_are_other_loops(member: SimpleNamespace):
     """With the same ones, a new rank takes over the state where the others are."""
-    first, second = (run_fn(lambda state: None, lambda: None) for _ in range(2))
+    first, again = (run_fn(lambda state: None, lambda: None) for _ in range(2))
+    second = run_fn(lambda state: state.epoch, lambda: None)
     state = Recorder()
-    for _ in range(3):
-        first(state)
+    state.epoch = 0
+    first(state)
+    first(state)
+    again(state)  # as in a loop that decorates a function each time
     second(state)
     first(state)
     first(Recorder())  # maybe where the next one will be
