@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,13 @@ def discover(tmp_path: Path, hosts: str) -> Path:
     script.write_text(DISCOVERY.format(tmp_path))
     script.chmod(0o755)
     return script
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} does not come"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -425,6 +433,43 @@ def test_a_signal_ends_a_job_whose_discovery_hangs(tmp_path: Path) -> None:
     output, _ = job.communicate(timeout=10)
     assert job.returncode == 128 + signal.SIGTERM, output
     assert not lives(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("ending", [[signal.SIGKILL], [signal.SIGTERM, signal.SIGINT]])
+def test_no_end_of_perseusrun_leaves_its_discovery_behind(
+    tmp_path: Path, ending: list[int]
+) -> None:
+    """Neither one that it cannot see coming, nor one by a second signal, for which a rank that
+    SIGTERM does not end gives time. The script hangs in a program that it has started."""
+    script = tmp_path / "discover"
+    script.write_text(
+        f"#!/bin/sh\necho localhost:1\n[ -e {tmp_path}/ready ] || exit 0\n"
+        f"sleep 300 &\necho $$ $! > {tmp_path}/new\nmv {tmp_path}/new {tmp_path}/pids\nwait\n"
+    )
+    script.chmod(0o755)
+    rank = f"trap 'echo > {tmp_path}/told' TERM; echo > {tmp_path}/ready; "
+    rank += "while :; do sleep 0.1; done"
+    command = [sys.executable, "-m", "perseus.run", "-np", "1", "--host-discovery-script", script]
+    job = subprocess.Popen([*command, "sh", "-c", rank], stdout=subprocess.DEVNULL)
+    left: list[int] = []
+    try:
+        wait_for(tmp_path / "pids")
+        left = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        job.send_signal(ending[0])
+        for number in ending[1:]:
+            wait_for(tmp_path / "told")
+            job.send_signal(number)
+        job.wait(60)
+        deadline = time.monotonic() + 30
+        while any(map(lives, left)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not [pid for pid in left if lives(pid)]
+    finally:
+        job.kill()
+        job.wait()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

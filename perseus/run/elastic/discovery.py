@@ -9,17 +9,19 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from perseus.run import signals
 from perseus.run.hosts import Host, parse_discovered
-from perseus.run.link import is_local
+from perseus.run.link import is_local, opened
 
 PERIOD_SECONDS = 1.0
 _SCRIPT_SECONDS = 60.0
 _LAST_SECONDS = 1.0
+# Reads the number of a process group, and kills that group unless another line follows.
+_GUARD = 'read -r group && { read -r _ || kill -s KILL -- "-$group"; }'
 
 
 class HostDiscovery(Protocol):
@@ -91,35 +93,38 @@ class HostDiscoveryScript:
                 f"{what}: nobody can tell whether it succeeds, since this process ignores SIGCHLD: "
                 f"call signal.signal(signal.SIGCHLD, signal.SIG_DFL) before"
             )
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", self._command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._process = process
-        if self._closed:
-            self._kill()
-        try:
-            output, errors = process.communicate(timeout=_SCRIPT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_LAST_SECONDS)
-            # A process in a session of its own, which the script has left behind, may have them.
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
-            process.wait()
-            raise ValueError(
-                f"{what}: no answer within {_SCRIPT_SECONDS:g} s: the script, or a process that it "
-                f"has started, has not closed its output"
-            ) from None
-        finally:
-            self._process = None
+        with _guard() as guard:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            guard(process.pid)
+            self._process = process
+            if self._closed:
+                self._kill()
+            try:
+                output, errors = process.communicate(timeout=_SCRIPT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                with suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_LAST_SECONDS)
+                # A process in a session of its own, which the script has left behind, may have
+                # them.
+                for pipe in (process.stdout, process.stderr):
+                    if pipe is not None:
+                        pipe.close()
+                process.wait()
+                raise ValueError(
+                    f"{what}: no answer within {_SCRIPT_SECONDS:g} s: the script, or a process "
+                    f"that it has started, has not closed its output"
+                ) from None
+            finally:
+                self._process = None
         if process.returncode != 0:
             said = errors.strip().splitlines()[-1:] or ["it printed nothing to stderr"]
             raise ValueError(f"{what}: exit status {process.returncode}: {said[0]}")
@@ -134,6 +139,33 @@ class HostDiscoveryScript:
         if (process := self._process) is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes a process group, which dies if this process does in the block.
+
+    Another process sees to that, since SIGKILL leaves this one no time. The kernel's PDEATHSIG
+    would end the script, but not a program that it has started and in which it hangs.
+    """
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD],
+        bufsize=0,
+        stdin=subprocess.PIPE,  # which the kernel closes when this process ends
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def tell(line: bytes) -> None:
+        with suppress(OSError):  # somebody has killed it
+            opened(process.stdin).write(line)
+
+    with process:
+        try:
+            yield lambda group: tell(b"%d\n" % group)
+        finally:
+            tell(b"\n")
 
 
 class Watch:
