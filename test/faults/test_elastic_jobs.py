@@ -193,6 +193,22 @@ def test_no_rank_joins_a_job_whose_ranks_are_in_their_second_loop(tmp_path: Path
     assert job.output.count("warning: no new rank can join the job any more") == 1, job.output
 
 
+@pytest.mark.parametrize("limit", [[], ["--max-np", 1]])
+def test_a_host_that_takes_the_place_of_all_others_gets_the_state(
+    tmp_path: Path, limit: list[object]
+) -> None:
+    """Its process cannot ask for a world before the only rank with the state has to leave."""
+    script = discover(tmp_path, "localhost:1\n")
+    flags = ["-np", 1, *limit, "--host-discovery-script", script]
+    events = [{"step": 5, "what": "hosts", "text": "127.0.0.1:1\n"}]
+    job = run(tmp_path, *flags, events=events, size=1, worlds=2)
+    expect_success(job, 1, 2, 1)
+    first, both, last = job.worlds
+    assert pids(both)[:1] == pids(first) and pids(last) == pids(both)[1:]
+    assert 0 < both[0].step < last[0].step
+    assert job.output.count("this rank leaves: localhost does not have its slot any more") == 1
+
+
 def test_no_more_ranks_than_max_np_and_no_fewer_than_np_at_the_start(tmp_path: Path) -> None:
     script = discover(tmp_path, "")
     flags = ["-np", 2, "--min-np", 1, "--max-np", 3, "--slots-per-host", 1]

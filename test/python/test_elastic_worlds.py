@@ -230,6 +230,66 @@ def test_rank_that_goes_back_to_an_earlier_loop_than_others_leaves_or_ends_the_j
     assert b'"place"' in found[b"2"]
 
 
+@pytest.mark.parametrize(
+    ("most", "worlds"),
+    [
+        (None, [[1, 2, 3], [2, 3]]),
+        (2, [[1, 2], [2, 3]]),  # a new rank makes room, and waits for the next world
+        (1, [[1, 2], [2]]),  # somebody must take the state
+    ],
+)
+def test_a_leaving_rank_stays_for_a_world_if_nobody_else_has_the_state(
+    launcher: driver.ElasticLauncher, most: int | None, worlds: list[list[int]]
+) -> None:
+    """Discovery has replaced host a, of ranks 0 and 1, by host b. Rank 1 has more commits."""
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 1, 1, most)
+    hosts = [Host("b", 2)]
+    vars(launcher)["_watch"] = SimpleNamespace(hosts=lambda: hosts, complaint=lambda: "")
+    sent: list[bytes] = []
+    link: Any = SimpleNamespace(**vars(HOST) | {"send": sent.append})
+    processes = launcher._processes = {
+        0: Process(0, ("a", 0), link, 1, 0, request=Join(False, True, 5)),
+        1: Process(1, ("a", 1), link, 1, 1, request=Join(False, True, 6)),
+        2: Process(2, ("b", 0), link, request=NEW),
+    }
+    if most != 1:
+        processes[3] = Process(3, ("b", 1), link, request=NEW)
+    for number in processes:
+        launcher._open_streams(number, number)
+    found: list[list[int]] = []
+    for _ in worlds:
+        for number, each in processes.items():
+            if found and number in found[-1]:
+                each.request = Join(False, True, 7)  # it has got the state in this world
+        launcher._step(time.monotonic(), time.monotonic())
+        found.append([number for number, _ in launcher._world])
+        assert not launcher._ending
+    assert found == worlds
+    assert [number for number, each in processes.items() if each.dismissed] == [0, 1]
+    leaving = [line.split()[1] for line in sent if b"leave" in line]
+    assert leaving == [b"0", b"1"]
+    news = {line.split()[1] for line in sent if b"news" in line}
+    assert {b"1", b"2"} <= news  # so the first commit of the first world ends it
+
+
+def test_a_new_rank_is_not_left_out_of_a_world_with_room_for_the_state(
+    launcher: driver.ElasticLauncher,
+) -> None:
+    """Nor does a rank stay that leaves while another one with the state does not."""
+    launcher._slots.discover([Host("b", 1), Host("c", 1)])
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 1, 1, 2)
+    launcher._processes = {
+        0: Process(0, ("a", 0), HOST, 1, 0, request=Join(False, True, 6)),
+        1: Process(1, ("b", 0), HOST, 1, 1, request=Join(False, True, 5)),
+        2: Process(2, ("c", 0), HOST, request=NEW),
+    }
+    for number in range(3):
+        launcher._open_streams(number, number)
+    launcher._begin_world()
+    assert [number for number, _ in launcher._world] == [1, 2]
+    assert launcher._processes[0].dismissed
+
+
 def test_ranks_that_train_keep_their_slots_when_others_load_on_a_host_that_was_seen_first(
     launcher: driver.ElasticLauncher,
 ) -> None:

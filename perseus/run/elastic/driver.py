@@ -458,7 +458,8 @@ class ElasticLauncher(Launcher):
             self._give_up(f"{_MOST_FAILED_STARTS} worlds in a row did not begin")
             return
         self._dismiss_faulty()
-        chosen = self._candidates()
+        able = self._candidates()
+        chosen = self._with_state(able)
         candidates = [
             Candidate(
                 each.number,
@@ -473,7 +474,7 @@ class ElasticLauncher(Launcher):
             self._give_up(_NO_STATE)
             return
         for process in list(self._processes.values()):
-            if process.request is not None and process not in chosen:
+            if process.request is not None and process not in chosen and process not in able:
                 self._departures.dismiss(process, self._why_unwanted(process))
         last, self._epoch = self._epoch, self._epoch + 1
         self._begun_at = time.monotonic()
@@ -500,6 +501,20 @@ class ElasticLauncher(Launcher):
         self._give_up_at = None
         if last >= 0 or self._job.verbose:
             self._announce_world()
+
+    def _with_state(self, able: list[Process]) -> list[Process]:
+        """Return who is to be in the next world of those that can be.
+
+        If none of them has the training's state, a rank that has lost its slot stays to pass it on.
+        It takes the place of a new one where there would be too many ranks, but not of the only
+        one. The news of its removal lets it go at its first commit.
+        """
+        holders = [each for each in self._members() if each.has_state]
+        if not self._state_exists or not holders or any(each in able for each in holders):
+            return able
+        most = self._elasticity.most
+        count = len(able) if most is None else max(1, min(len(able), most - 1))
+        return [*able[:count], min(holders, key=lambda each: (-each.commits, each.rank))]
 
     def _dismiss_faulty(self) -> None:
         """Let processes go that have failed to begin several worlds while nobody died."""
