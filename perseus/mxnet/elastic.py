@@ -89,8 +89,13 @@ class NetworkHandler(StateHandler):
             for key, saved in self._saved.items():
                 for array in parameters[key].list_data():
                     saved.copyto(array)
-                if parameters[key].grad_req == "add":
-                    parameters[key].zero_grad()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Let gradients that add up begin with zero."""
+        for parameter in self._parameters().values():
+            if parameter.grad_req == "add":
+                parameter.zero_grad()
 
     def sync(self) -> None:
         """Overwrite parameters with rank 0's."""
@@ -204,11 +209,15 @@ class ModuleHandler(StateHandler):
         if isinstance(module._optimizer, Source):
             module._optimizer.go_on_with(self._held)
         module.set_params(*self._saved)
-        for arrays in module._exec_group.grad_arrays:
+        self.clear_gradients()
+        self._load(self._saved_states)
+
+    def clear_gradients(self) -> None:
+        """Let gradients that add up begin with zero."""
+        for arrays in self.value._exec_group.grad_arrays:
             for array in arrays:
                 if array is not None:
                     array[:] = 0
-        self._load(self._saved_states)
 
     def sync(self) -> None:
         """Take over rank 0's parameters and states; every rank keeps its own residuals."""
@@ -305,6 +314,13 @@ class MXNetState(HandledState):
         except HostsUpdatedInterrupt:
             mx.nd.waitall()
             raise
+
+    def reset(self) -> None:
+        """Clear gradients that add up, which new ranks do not have; share samples again."""
+        for handler in self._handlers.values():
+            if isinstance(handler, (NetworkHandler, ModuleHandler)):
+                handler.clear_gradients()
+        super().reset()
 
     def restore(self) -> None:
         """Wait for MXNet's engine, and bring everything back to the last save, in place."""

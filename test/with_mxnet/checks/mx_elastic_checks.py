@@ -368,6 +368,11 @@ def check_schedules_loss_scales_and_sums_go_back_in_place() -> None:
     assert (schedule.base_lr, scaler.loss_scale, trainer._scale) == (1.0, 1.0, 1.0)
     assert trainer._optimizer.lr_scheduler is schedule and trainer._amp_loss_scaler is scaler
     assert net.weight.grad().asscalar() == 0
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 1)))
+    loss.backward()
+    state.on_reset()  # where hosts have changed, nothing is restored
+    assert net.weight.grad().asscalar() == 0
 
 
 def check_errors_of_mxnet_in_a_whole_world_propagate() -> None:
