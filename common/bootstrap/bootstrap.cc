@@ -186,6 +186,16 @@ void refuse_unknown_launcher(const Environment& environment) {
                                             "job with perseusrun, or with mpirun of Open MPI or MPICH");
 }
 
+// Processes of an elastic job ask perseusrun for their place in each world, which only the Python package does. Without
+// a place each would be a world of one, also where perseusrun is the single task of an mpirun or srun.
+void refuse_elastic_job(const Environment& environment) {
+  if (environment("HOROVOD_ELASTIC") != "1") return;
+  fail(ErrorKind::kInvalidArgument,
+       "[rendezvous] HOROVOD_ELASTIC='1': perseusrun has started an elastic job, in which only ranks of PyTorch, "
+       "TensorFlow, Keras or MXNet get a place; start this program with perseusrun -np N without --min-np and "
+       "--host-discovery-script");
+}
+
 // This host's address as the others reach it: the interface's, else of the route to one, or to far away, else of any
 // interface. elsewhere: are ranks known to be on other hosts, which do not reach this one's loopback?
 std::string own_address(const std::string& other_host, bool elsewhere, const Config& config) {
@@ -312,7 +322,10 @@ std::string first_host(const std::string& nodelist) {
 Rendezvous bootstrap(const Identity& identity, const Environment& environment, const Config& config) {
   if (identity.launcher == Launcher::kPerseusrun) return from_perseusrun(identity, environment, config);
   if (identity.launcher == Launcher::kSingle) refuse_unknown_launcher(environment);
-  if (identity.size == 1) return {};
+  if (identity.size == 1) {
+    refuse_elastic_job(environment);
+    return {};
+  }
   if (identity.launcher == Launcher::kTorch) return through_torch(identity, environment, config);
   const bool slurm = identity.launcher == Launcher::kSlurm;
   // srun has a space too, with the right --mpi; a secret that was given says that the ranks do without.

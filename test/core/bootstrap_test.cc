@@ -140,6 +140,18 @@ TEST(Bootstrap, UnknownLauncherIsNoWorldOfOne) {
   expect_error(ErrorKind::kInvalidArgument, {{"PMI_PORT", "h:1"}}, "start the job with perseusrun");
 }
 
+TEST(Bootstrap, ProcessOfAnElasticJobIsNoWorldOfOne) {
+  const Variables elastic{{"HOROVOD_ELASTIC", "1"}, {"HOROVOD_LOCAL_RANK", "1"}};
+  const Variables mpirun{{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}, {"HOROVOD_ELASTIC", "1"}};
+  for (const Variables& variables : {elastic, mpirun}) {  // mpirun: of the elastic perseusrun itself
+    expect_error(ErrorKind::kInvalidArgument, variables, "only ranks of PyTorch, TensorFlow, Keras or MXNet");
+    expect_error(ErrorKind::kInvalidArgument, variables, "perseusrun -np N without --min-np");
+  }
+  EXPECT_EQ(bootstrap_with(with(elastic, "HOROVOD_ELASTIC", "0")).port, 0);
+  // A rank that has its place in a world, which may have no other rank.
+  EXPECT_EQ(bootstrap_with(with(with(elastic, "PERSEUS_RANK", "0"), "PERSEUS_SIZE", "1")).port, 0);
+}
+
 TEST(Bootstrap, KnownPlacesNeedASecret) {
   const Variables torch{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "host7"}};
   expect_error(ErrorKind::kInvalidArgument, torch, "need a shared secret: name a file in PERSEUS_SECRET_FILE");

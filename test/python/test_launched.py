@@ -64,6 +64,17 @@ def test_ranks_of_perseusrun_meet(rank: str) -> None:
     expect_worlds(run([sys.executable, "-m", "perseus.run", "-np", "2", rank, "2"]), 2, 2)
 
 
+@pytest.mark.parametrize("hosts", [[], ["--host-discovery-script", "echo localhost:2"]])
+def test_ranks_of_an_elastic_job_are_refused(rank: str, hosts: list[str]) -> None:
+    """Without Python they get no place in a world, and would be a world of one each."""
+    elastic = ["-np", "2", *(hosts or ["--min-np", "1"])]
+    result = run([sys.executable, "-m", "perseus.run", *elastic, rank])
+    assert (result.returncode != 0, result.stdout) == (True, ""), result.stderr
+    lines = [line for line in result.stderr.splitlines() if "create 1: [rendezvous] " in line]
+    assert lines, result.stderr
+    assert all("HOROVOD_ELASTIC='1'" in line and "without --min-np" in line for line in lines)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_of_mpirun_meet(mpi: tuple[str, list[str], Path], rank: str, size: int) -> None:
     _, mpirun, _ = mpi

@@ -103,6 +103,16 @@ def test_a_wrong_variable_is_one_line(digits: Path, tmp_path: Path) -> None:
     assert "PERSEUS_ALLREDUCE_STREAMS='99'" in output, output
 
 
+def test_an_elastic_job_is_refused(digits: Path, tmp_path: Path) -> None:
+    """Its processes have no place in a world: each would train alone."""
+    write_solver(tmp_path, lenet(digits, 16), max_iter=2)
+    command = [*launched(2), "--min-np", "1", str(CAFFE), "train", "--solver=solver.prototxt"]
+    status, output = finish(start(tmp_path, command))
+    assert status != 0, output
+    assert "HOROVOD_ELASTIC='1': perseusrun has started an elastic job" in output, output
+    assert not list(tmp_path.glob("weights_iter_*")), output
+
+
 def test_an_interface_that_is_not_there_is_named(digits: Path, tmp_path: Path) -> None:
     write_solver(tmp_path, lenet(digits, 16))
     command = [*launched(2), str(CAFFE), "train", "--solver=solver.prototxt"]
