@@ -78,10 +78,11 @@ int main(int argc, char** argv) {
   FLAGS_alsologtostderr = true;
   CHECK(argc == 3 || argc == 4) << "replicas SOLVER float|double [RANK:ITERATION:snapshot|stop|hold]";
   PerseusWorld::Join();
+  const int rank = PerseusWorld::rank(), size = PerseusWorld::size(), local_rank = PerseusWorld::local_rank();
   caffe::SolverParameter parameters;
   caffe::ReadSolverParamsFromTextFileOrDie(argv[1], &parameters);
-  caffe::Caffe::set_solver_count(PerseusWorld::size());
-  caffe::Caffe::set_solver_rank(PerseusWorld::rank());
+  caffe::Caffe::set_solver_count(size);
+  caffe::Caffe::set_solver_rank(rank);
   caffe::Caffe::set_multiprocess(true);
   if (PerseusWorld::rank() > 0) {
     parameters.clear_test_iter();
@@ -94,5 +95,9 @@ int main(int argc, char** argv) {
     train<float>(parameters, wish);
   }
   PerseusWorld::Leave();
+  // Threads that read data may still ask.
+  CHECK_EQ(PerseusWorld::rank(), rank);
+  CHECK_EQ(PerseusWorld::size(), size);
+  CHECK_EQ(PerseusWorld::local_rank(), local_rank);
   return 0;
 }
