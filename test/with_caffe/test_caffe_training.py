@@ -102,38 +102,43 @@ def test_a_snapshot_of_rank_0_is_resumed_by_all(
     assert distance(weights(tmp_path, 40), weights(begun)) > 1e-3
 
 
-def test_images_are_shuffled_as_one_process_does_and_shared_out(
-    alone: Callable[..., Path], images: Path, tmp_path: Path
+def _images_net(images: Path, batch: int, phase: str = "") -> str:
+    source = f'source: "{images}/list.txt" batch_size: {batch} is_color: false'
+    skip = "shuffle: true rand_skip: 5"
+    parameters = f"{phase} image_data_param {{ {source} {skip} }}"
+    return lenet_on(input_layer("ImageData", parameters, "scale: 0.0625"))
+
+
+def _windows_net(images: Path, batch: int, phase: str = "") -> str:
+    source = f'source: "{images}/windows.txt" batch_size: {batch} scale: 0.0625'
+    parameters = f"{phase} window_data_param {{ {source} }}"
+    return lenet_on(input_layer("WindowData", parameters, "crop_size: 8 mirror: true"))
+
+
+_DRAWN = {"images": _images_net, "windows": _windows_net}
+
+
+@pytest.mark.parametrize("name", _DRAWN)
+def test_what_is_drawn_is_what_one_process_draws_and_shared_out(
+    name: str, alone: Callable[..., Path], images: Path, tmp_path: Path
 ) -> None:
     """101 images: the processes' parts are other ones after every round."""
-
-    def net(batch: int) -> str:
-        source = f'source: "{images}/list.txt" batch_size: {batch} is_color: false'
-        skip = "shuffle: true rand_skip: 5"
-        return lenet_on(
-            input_layer("ImageData", f"image_data_param {{ {source} {skip} }}", "scale: 0.0625")
-        )
-
-    write_solver(tmp_path, net(16))
+    net = _DRAWN[name]
+    write_solver(tmp_path, net(images, 16))
     train(tmp_path, 2)
-    assert distance(weights(tmp_path), weights(alone(net(32)))) <= TOLERANCE
+    assert distance(weights(tmp_path), weights(alone(net(images, 32)))) <= TOLERANCE
 
 
-def test_windows_are_drawn_as_one_process_does_and_shared_out(
-    alone: Callable[..., Path], images: Path, tmp_path: Path
+@pytest.mark.parametrize("name", _DRAWN)
+def test_a_test_net_may_have_a_layer_of_the_training_phase(
+    name: str, alone: Callable[..., Path], images: Path, tmp_path: Path
 ) -> None:
-    def net(batch: int) -> str:
-        source = f'source: "{images}/windows.txt" batch_size: {batch} scale: 0.0625'
-        return lenet_on(
-            input_layer(
-                "WindowData", f"window_data_param {{ {source} }}",
-                "crop_size: 8 mirror: true",
-            )
-        )  # fmt: skip
-
-    write_solver(tmp_path, net(16))
-    train(tmp_path, 2)
-    assert distance(weights(tmp_path), weights(alone(net(32)))) <= TOLERANCE
+    """Rank 0 alone builds it, and so draws alone; the training net is still drawn by all."""
+    net = _DRAWN[name]
+    write_solver(tmp_path, net(images, 16, "phase: TRAIN"), test_iter=1, test_interval=10)
+    output = train(tmp_path, 2)
+    assert output.count("Test net output #0: loss") == 4, output
+    assert distance(weights(tmp_path), weights(alone(net(images, 32)))) <= TOLERANCE
 
 
 def test_several_files_of_digits_are_shuffled_as_one_process_does(
