@@ -24,6 +24,10 @@ PERSEUS_EXPORT int perseus_exchange_rank(const perseus_exchange* exchange);
 PERSEUS_EXPORT int perseus_exchange_size(const perseus_exchange* exchange);
 PERSEUS_EXPORT int perseus_exchange_local_rank(const perseus_exchange* exchange);
 
+/* Another training begins: drops the sums and residuals that an earlier one has left, and counts steps from 0. To be
+ * called by all ranks, and before perseus_exchange_residual_write. */
+PERSEUS_EXPORT void perseus_exchange_begin_training(perseus_exchange* exchange);
+
 /* Copies rank 0's `data` to all ranks: `count` elements, the same number everywhere. Blocks. */
 PERSEUS_EXPORT perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data,
                                                        int64_t count, perseus_dtype dtype);

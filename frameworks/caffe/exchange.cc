@@ -24,7 +24,7 @@ struct perseus_exchange {
 
 namespace {
 
-constexpr uint64_t kGradients = 1;  // a process trains one solver
+constexpr uint64_t kGradients = 1;  // a process trains one solver at a time
 
 // The error that this library itself has found; "" = the last failure was the core's.
 thread_local std::string own_message;
@@ -89,6 +89,11 @@ int perseus_exchange_size(const perseus_exchange* exchange) { return perseus_con
 
 int perseus_exchange_local_rank(const perseus_exchange* exchange) {
   return perseus_context_local_rank(exchange->context);
+}
+
+void perseus_exchange_begin_training(perseus_exchange* exchange) {
+  perseus_gradients_forget(exchange->context, kGradients);
+  exchange->steps_begun = 0;
 }
 
 perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data, int64_t count,

@@ -90,13 +90,15 @@ def train(
 
 
 def replicas(
-    directory: Path, ranks: int, dtype: str, wish: str = "", **variables: str
+    directory: Path, ranks: int, dtype: str, wish: str = "", first: str = "", **variables: str
 ) -> NDArray[np.floating]:
     """Trains; returns what replicas.cc has recorded, with a row for each rank.
 
+    first: the file of a solver to train before, in the same processes.
     wish: "RANK:ITERATION:snapshot" or "…:stop", for what a user asks that process.
     """
-    command = [*launched(ranks), str(REPLICAS), "solver.prototxt", dtype, *filter(None, [wish])]
+    solvers = ",".join(filter(None, [first, "solver.prototxt"]))
+    command = [*launched(ranks), str(REPLICAS), solvers, dtype, *filter(None, [wish])]
     status, output = finish(start(directory, command, **variables))
     assert status == 0, output
     return recorded(directory, ranks, dtype)

@@ -1,11 +1,13 @@
 // Trains as `caffe train` does, and writes what every rank has at the beginning of each iteration and at the end to
-// replica<rank>.bin: `replicas SOLVER float|double [RANK:ITERATION:snapshot|stop|hold]`. A rank that holds appends that
-// it is `waiting` to <rank>.notes, and waits for a file named struck. .ci/caffe.py builds it among Caffe's tools.
+// replica<rank>.bin: `replicas SOLVER[,SOLVER...] float|double [RANK:ITERATION:snapshot|stop|hold]`. Of several
+// solvers, which are trained one after the other, that is the last one. A rank that holds appends that it is `waiting`
+// to <rank>.notes, and waits for a file named struck. .ci/caffe.py builds it among Caffe's tools.
 #include <unistd.h>
 
 #include <caffe/caffe.hpp>
 #include <cstdio>
 #include <fstream>
+#include <sstream>
 #include <string>
 
 namespace {
@@ -56,7 +58,13 @@ class Recorder : public caffe::Solver<T>::Callback {
 };
 
 template <typename T>
-void train(const caffe::SolverParameter& parameters, const Wish& wish) {
+void train(const std::string& file, const Wish& wish) {
+  caffe::SolverParameter parameters;
+  caffe::ReadSolverParamsFromTextFileOrDie(file, &parameters);
+  if (PerseusWorld::rank() > 0) {
+    parameters.clear_test_iter();
+    parameters.clear_test_interval();
+  }
   boost::shared_ptr<caffe::Solver<T>> solver(caffe::SolverRegistry<T>::CreateSolver(parameters));
   bool asked = wish.rank != PerseusWorld::rank();
   const auto action = [&]() {
@@ -76,23 +84,20 @@ void train(const caffe::SolverParameter& parameters, const Wish& wish) {
 int main(int argc, char** argv) {
   caffe::GlobalInit(&argc, &argv);
   FLAGS_alsologtostderr = true;
-  CHECK(argc == 3 || argc == 4) << "replicas SOLVER float|double [RANK:ITERATION:snapshot|stop|hold]";
+  CHECK(argc == 3 || argc == 4) << "replicas SOLVER[,SOLVER...] float|double [RANK:ITERATION:snapshot|stop|hold]";
   PerseusWorld::Join();
   const int rank = PerseusWorld::rank(), size = PerseusWorld::size(), local_rank = PerseusWorld::local_rank();
-  caffe::SolverParameter parameters;
-  caffe::ReadSolverParamsFromTextFileOrDie(argv[1], &parameters);
   caffe::Caffe::set_solver_count(size);
   caffe::Caffe::set_solver_rank(rank);
   caffe::Caffe::set_multiprocess(true);
-  if (PerseusWorld::rank() > 0) {
-    parameters.clear_test_iter();
-    parameters.clear_test_interval();
-  }
   const Wish wish = argc == 4 ? parse(argv[3]) : Wish();
-  if (argv[2] == std::string("double")) {
-    train<double>(parameters, wish);
-  } else {
-    train<float>(parameters, wish);
+  std::istringstream solvers(argv[1]);
+  for (std::string file; std::getline(solvers, file, ',');) {
+    if (argv[2] == std::string("double")) {
+      train<double>(file, wish);
+    } else {
+      train<float>(file, wish);
+    }
   }
   PerseusWorld::Leave();
   // Threads that read data may still ask.

@@ -141,6 +141,28 @@ def test_a_test_net_may_have_a_layer_of_the_training_phase(
     assert distance(weights(tmp_path), weights(alone(net(images, 32)))) <= TOLERANCE
 
 
+_LEFT = {
+    "a sum": {"PERSEUS_ACCUMULATE_N_STEPS": "2"},
+    "what is held back": {
+        "PERSEUS_ALLREDUCE_CODEC": "int8",
+        "LIGHT_2D_ALLREDUCE": "1",
+        "LIGHT_INTRA_SIZE": "1",
+    },
+}
+
+
+@pytest.mark.parametrize("left", _LEFT)
+def test_a_training_has_nothing_of_an_earlier_one_in_its_processes(
+    left: str, digits: Path, tmp_path: Path
+) -> None:
+    write_solver(tmp_path, lenet(digits, 32), max_iter=6, snapshot_after_train="false")
+    first = (tmp_path / "solver.prototxt").read_text().replace("max_iter: 6", "max_iter: 3")
+    (tmp_path / "first.prototxt").write_text(first)
+    by_itself = replicas(tmp_path, 2, "float", **_LEFT[left])
+    after_another = replicas(tmp_path, 2, "float", first="first.prototxt", **_LEFT[left])
+    assert np.array_equal(after_another, by_itself)
+
+
 def test_several_files_of_digits_are_shuffled_as_one_process_does(
     alone: Callable[..., Path], digits: Path, tmp_path: Path
 ) -> None:
