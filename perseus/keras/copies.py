@@ -16,6 +16,34 @@ from perseus.keras.library import KERAS_2, keras
 _KERAS_MODULES = ("keras.", "tf_keras.")
 
 
+def distributed_class(mixin: type, wrapped: type, options: Any) -> Any:
+    """Return a subclass of an optimizer's class with a mixin in front, to which it tells options.
+
+    Saved models name the wrapped class, which plain Keras can then load without Perseus.
+    """
+    copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
+    made = type(
+        wrapped.__name__, (mixin, wrapped), {**copied, "_kind": wrapped, "_options": options}
+    )
+    name = keras.saving.get_registered_name(wrapped)
+    # Keras finds its own classes by their modules, too.
+    if name != wrapped.__name__ and not wrapped.__module__.startswith(_KERAS_MODULES):
+        _save_as(made, name)
+    return made
+
+
+def _save_as(made: type, name: str) -> None:
+    """Let Keras save a class under a registered name, which still loads the class that has it."""
+    registered = keras.saving.get_custom_objects()
+    loaded = registered.get(name)
+    package, _, rest = name.partition(">")
+    keras.saving.register_keras_serializable(package, rest)(made)
+    if loaded is None:  # the script has cleared the table
+        del registered[name]
+    else:
+        registered[name] = loaded
+
+
 def copy_of(optimizer: Any, made_class: Any, not_in_config: Sequence[str]) -> Any:
     """Return an optimizer of made_class, a subclass of the given one's, with its options.
 

@@ -17,7 +17,7 @@ from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit
-from perseus.keras.copies import copy_around, copy_of
+from perseus.keras.copies import copy_around, copy_of, distributed_class
 from perseus.keras.library import keras
 from perseus.keras.reducer import GradientReducer, Options, Reducing
 from perseus.keras.residuals import SavedResiduals
@@ -281,12 +281,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         return copy_around(optimizer, distribute(optimizer.inner_optimizer, options))
     mixin = _Current if hasattr(wrapped, "build") else _Legacy
-    # Saved models name the class that they need, which must also exist without Perseus.
-    copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
-    made_class: Any = type(
-        wrapped.__name__, (mixin, wrapped), {**copied, "_kind": wrapped, "_options": options}
-    )
-    made = copy_of(optimizer, made_class, _NOT_IN_CONFIG)
+    made = copy_of(optimizer, distributed_class(mixin, wrapped, options), _NOT_IN_CONFIG)
     if getattr(optimizer, "_built", False) or getattr(optimizer, "_hypers_created", False):
         made._state = tuple(keras.backend.batch_get_value(optimizer_variables(optimizer)))
     return made

@@ -15,7 +15,7 @@ import keras
 from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit, loss_scale
 from perseus.keras.backend import backend
-from perseus.keras.copies import copy_around, copy_of, copy_with_inner
+from perseus.keras.copies import copy_around, copy_of, copy_with_inner, distributed_class
 from perseus.keras.gradient_aggregation import GradientAggregation
 from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import Options, Reducing, is_overwritten
@@ -194,14 +194,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
 def _without_state(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return copy_around(optimizer, _without_state(optimizer.inner_optimizer, options))
-    wrapped = type(optimizer)
-    # Saved models name this class, which plain Keras can then load without Perseus.
-    copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
-    made_class: Any = type(
-        wrapped.__name__,
-        (DistributedMixin, wrapped),
-        {**copied, "_kind": wrapped, "_options": options},
-    )
+    made_class = distributed_class(DistributedMixin, type(optimizer), options)
     if isinstance(optimizer, _MULTI):
         return copy_with_inner(optimizer, made_class)
     return copy_of(optimizer, made_class, _NOT_IN_CONFIG)

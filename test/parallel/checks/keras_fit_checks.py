@@ -166,6 +166,33 @@ def check_custom_optimizers_are_loaded() -> None:
         assert_same_everywhere(again.weights)
 
 
+@keras.saving.register_keras_serializable("checks", "Other")
+class Registered(keras.optimizers.SGD):
+    """A class that Keras finds by the name under which the script has registered it."""
+
+
+def check_registered_optimizers_are_saved_under_their_names() -> None:
+    x, y = make_data(hvd.rank())
+    with tempfile.TemporaryDirectory() as folder:
+        saved, best = (Path(folder) / f"{name}.keras" for name in ("saved", "best"))
+        model = make_model()
+        model.compile(hvd.DistributedOptimizer(Registered(0.1, momentum=0.5)), "mse")
+        keep = keras.callbacks.ModelCheckpoint(best)
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[keep])
+        model.save(saved)
+        for path in (saved, best):
+            assert type(keras.models.load_model(path).optimizer) is Registered
+            again = hvd.load_model(path)
+            assert isinstance(again.optimizer, Registered)
+            assert_close(again.optimizer.variables, model.optimizer.variables, 0)
+            again.fit(x, y, batch_size=8, verbose=0)
+            assert_same_everywhere(again.weights)
+        scaled = keras.optimizers.LossScaleOptimizer(model.optimizer)
+        inner = keras.optimizers.deserialize(keras.optimizers.serialize(scaled)).inner_optimizer
+        assert type(inner) is Registered
+    assert keras.saving.get_registered_object("checks>Other") is Registered
+
+
 def check_reductions_begin_before_backward_ends() -> None:
     """The first layer's gradient waits, inside backward, for the reduction of the last one's."""
     if keras.backend.backend() != "torch":

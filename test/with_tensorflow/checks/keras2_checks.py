@@ -288,6 +288,28 @@ def check_saved_models_go_on() -> None:
         _same_everywhere(loaded.weights)
 
 
+@keras.saving.register_keras_serializable("checks", "Other")
+class Registered(keras.optimizers.RMSprop):
+    """A class that Keras finds by the name under which the script has registered it."""
+
+
+def check_registered_optimizers_are_saved_under_their_names() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix in (".keras", ".h5"):
+            saved, best = (str(Path(folder) / f"{name}{suffix}") for name in ("saved", "best"))
+            model = _model()
+            model.compile(hvd.DistributedOptimizer(Registered(0.01)), "mse", run_eagerly=True)
+            _fit(model, callbacks=[keras.callbacks.ModelCheckpoint(best)])
+            model.save(saved)
+            for path in (saved, best):
+                assert type(keras.models.load_model(path).optimizer) is Registered
+                again = hvd.load_model(path)
+                assert isinstance(again.optimizer, Registered)
+                _fit(again, epochs=1)
+                _same_everywhere(again.weights)
+    assert keras.saving.get_registered_object("checks>Other") is Registered
+
+
 class _Rate(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule that Keras cannot serialize."""
 
