@@ -32,6 +32,10 @@ class LocalSources:
         """Leave the gradient of this source on its rank from now on."""
         self._sources[self._key(source)] = source
 
+    def registered(self) -> list[Any]:
+        """Return the sources that were registered."""
+        return list(self._sources.values())
+
     def is_local(self, source: Any) -> bool:
         """Return whether a source was registered."""
         return bool(self._sources) and self._key(source) in self._sources

@@ -14,6 +14,8 @@ from typing import Any
 from perseus.keras.library import KERAS_2, keras
 
 _KERAS_MODULES = ("keras.", "tf_keras.")
+# Since Keras 3.4, copy.copy() and copy.deepcopy() of an optimizer save and load it, as pickle does.
+COPIES_ARE_LOADED = not KERAS_2 and hasattr(keras.optimizers.Optimizer, "_unpickle_model")
 
 
 def distributed_class(mixin: type, wrapped: type, options: Any) -> Any:
@@ -73,6 +75,15 @@ def copy_of(optimizer: Any, made_class: Any, not_in_config: Sequence[str]) -> An
         if hasattr(optimizer, name):
             setattr(made, name, getattr(optimizer, name))
     return made
+
+
+def loaded_copy(optimizer: Any) -> Any:
+    """Return the copy that Keras makes of an optimizer, of which none is distributed.
+
+    It has the options and, as far as Keras copies it, the state.
+    """
+    load, saved = optimizer.__reduce__()
+    return load(*saved)
 
 
 def copy_around(optimizer: Any, inner: Any) -> Any:

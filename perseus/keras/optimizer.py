@@ -15,7 +15,14 @@ import keras
 from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit, loss_scale
 from perseus.keras.backend import backend
-from perseus.keras.copies import copy_around, copy_of, copy_with_inner, distributed_class
+from perseus.keras.copies import (
+    COPIES_ARE_LOADED,
+    copy_around,
+    copy_of,
+    copy_with_inner,
+    distributed_class,
+    loaded_copy,
+)
 from perseus.keras.gradient_aggregation import GradientAggregation
 from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import Options, Reducing, is_overwritten
@@ -36,6 +43,21 @@ class DistributedMixin(Reducing):
         self.perseus_residuals = SavedResiduals(self._reducer)
         passes, average = self._options.passes, self._options.average_passes
         self._agg_helper = GradientAggregation(passes, average) if passes > 1 else None
+
+    if COPIES_ARE_LOADED:  # by the name of the wrapped class, and therefore not distributed
+
+        def __copy__(self) -> Any:
+            return self.distribute_alike(loaded_copy(self))
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self.__copy__()
+
+    def distribute_alike(self, optimizer: Any) -> Any:
+        """Return an optimizer made distributed with the options of this one."""
+        made = distribute(optimizer, self._options)
+        for variable in self._reducer.local.registered():
+            getattr(made, "inner_optimizer", made).register_local_var(variable)
+        return made
 
     def scale_loss(self, loss: Any) -> Any:
         """Scale the loss as the wrapped optimizer does.

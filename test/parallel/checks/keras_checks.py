@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import warnings
@@ -646,6 +647,57 @@ def check_an_optimizer_that_has_begun_goes_on() -> None:
     reference.apply(make_gradients(1, -1), others)
     assert_close(variables, others)
     assert int(optimizer.iterations) == 2
+
+
+def _is_distributed(optimizer) -> bool:
+    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "register_local_var")
+
+
+def check_copies_are_distributed() -> None:
+    kinds = keras.optimizers
+    for make in (
+        lambda: kinds.SGD(0.1),
+        lambda: kinds.Adam(kinds.schedules.ExponentialDecay(0.1, 2, 0.5), clipnorm=0.5),
+        lambda: kinds.LossScaleOptimizer(kinds.Adam(0.1), initial_scale=1.0),
+        lambda: kinds.MultiOptimizer(kinds.OptimizerMap(kinds.SGD(0.1, momentum=0.9))),
+    ):
+        plain, optimizer = make(), hvd.DistributedOptimizer(make(), op=hvd.Sum)
+        for begun in (False, True):
+            if begun:
+                optimizer.apply(make_gradients(0), make_variables())
+                plain.apply(make_gradients(0, -1), make_variables())
+            for copied in (copy.copy, copy.deepcopy):
+                mine, right = copied(optimizer), copied(plain)
+                assert _is_distributed(mine)
+                # As much of the state as Keras copies, which is not all of it.
+                assert mine.built == right.built
+                assert int(mine.iterations) == int(right.iterations)
+                variables, reference = make_variables(), make_variables()
+                for step in range(2):
+                    mine.apply(make_gradients(step), variables)
+                    total = [gradient * hvd.size() for gradient in make_gradients(step, -1)]
+                    right.apply(total, reference)
+                assert_close(variables, reference)
+                assert_same_everywhere(variables)
+    alone = copy.deepcopy(kinds.LossScaleOptimizer(kinds.SGD(0.1)))
+    assert not _is_distributed(alone)
+
+
+def check_copies_keep_local_variables_and_passes() -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    variables, reference = make_variables(), make_variables()
+    optimizer.register_local_var(variables[1])
+    optimizer.apply(make_gradients(0), variables)  # the first of two passes
+    again = copy.deepcopy(optimizer)
+    for step in (1, 2):
+        again.apply(make_gradients(step), variables)
+    sums, own = (
+        [a + b for a, b in zip(make_gradients(1, rank), make_gradients(2, rank), strict=True)]
+        for rank in (-1, hvd.rank())
+    )
+    sums[1] = own[1] / hvd.size()
+    keras.optimizers.SGD(1.0).apply(sums, reference)
+    assert_close(variables, reference)
 
 
 def check_arguments_that_do_not_fit() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,6 +142,8 @@ def check_saved_models_go_on() -> None:
         plain = keras.models.load_model(path)
         assert type(plain.optimizer) is type(optimizer)
         assert plain.optimizer.clipnorm == 3.0
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # as a file does
+            assert type(copied.optimizer) is type(optimizer)
         again = hvd.load_model(path)
         assert isinstance(again.optimizer, type(optimizer))
         assert int(again.optimizer.iterations) == 4
