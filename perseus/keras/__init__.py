@@ -142,7 +142,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     groups: reduce several gradients as one operation: an int makes that many groups in order; lists
         of variables form groups as given, all others are reduced one by one. Formerly num_groups.
     backward_passes_per_step: calls of apply whose gradients each rank sums before it sends them;
-        average_aggregated_gradients divides the sums by that number.
+        average_aggregated_gradients divides the sums by that number. Not together with an
+        optimizer's gradient_accumulation_steps, which averages.
     process_set: the ranks that take part.
     scale_local_gradients: divide gradients of local variables (register_local_var) by the number
         of ranks.

@@ -59,6 +59,12 @@ class DistributedMixin(Reducing):
             getattr(made, "inner_optimizer", made).register_local_var(variable)
         return made
 
+    def build(self, variables: Sequence[Any]) -> None:
+        """As in the wrapped optimizer."""
+        super().build(variables)  # type: ignore[misc]
+        # By now the function of a MultiOptimizer has chosen its inner optimizers.
+        _check_passes(self, self._options)
+
     def scale_loss(self, loss: Any) -> Any:
         """Scale the loss as the wrapped optimizer does.
 
@@ -198,11 +204,29 @@ def _ready(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     return bool(optimizer.built)
 
 
+def _check_passes(optimizer: Any, options: Options) -> None:
+    """Raise ValueError for gradient_accumulation_steps with backward_passes_per_step.
+
+    The wrapped optimizer would take each sum of ours for one of the gradients that it averages.
+    """
+    if options.passes == 1:
+        return
+    for each in with_inner(optimizer):
+        if steps := each.gradient_accumulation_steps:
+            raise ValueError(
+                f"[keras] backward_passes_per_step={options.passes} for an optimizer "
+                f"({each.name}) that has gradient_accumulation_steps={steps}: both sum the "
+                "gradients of several calls, so use only one of the two"
+            )
+
+
 def distribute(optimizer: Any, options: Options) -> Any:
     """Return a distributed optimizer with the class, the config and the state of `optimizer`.
 
     For a LossScaleOptimizer, the result is a LossScaleOptimizer around a distributed optimizer.
+    Raises ValueError for options that do not fit the optimizer.
     """
+    _check_passes(optimizer, options)
     loss_scale.install()
     jit.install()
     made = _without_state(optimizer, options)

@@ -627,6 +627,34 @@ def check_inner_optimizers_count_calls_and_refuse_norms_of_local_variables() -> 
     apply(slice(0, 1))  # whose optimizer does not clip
 
 
+def check_only_one_of_two_ways_to_sum_gradients_is_taken() -> None:
+    kinds = keras.optimizers
+
+    def refused(optimizer) -> str:
+        """Return the error of an optimizer that is wrapped, or else of its first step."""
+
+        def apply() -> None:
+            made = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=3)
+            made.apply(make_gradients(0), make_variables())
+
+        return message_of(ValueError, apply)
+
+    inner = kinds.SGD(0.1, gradient_accumulation_steps=2, name="inner")
+    message = message_of(ValueError, hvd.DistributedOptimizer, inner, backward_passes_per_step=3)
+    assert message.startswith("[keras] backward_passes_per_step=3 for an optimizer (inner)")
+    assert "has gradient_accumulation_steps=2: " in message
+    assert message.endswith("use only one of the two")
+    for outer in (
+        kinds.LossScaleOptimizer(inner),
+        kinds.MultiOptimizer(kinds.OptimizerMap(kinds.Adam(), {"v": inner})),
+        kinds.MultiOptimizer(lambda variable: inner if variable.shape else kinds.Adam()),
+    ):
+        assert refused(outer) == message
+    # Each of them alone is as it was.
+    hvd.DistributedOptimizer(inner)
+    hvd.DistributedOptimizer(kinds.SGD(0.1), backward_passes_per_step=3)
+
+
 def check_a_config_that_lacks_arguments_is_told() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
