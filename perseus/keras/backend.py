@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from perseus.gradients.plan import Plan
 from perseus.gradients.scopes import Scope
 from perseus.keras.library import KERAS_2, keras
 from perseus.process_sets import ProcessSet
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class BackendReducer(Protocol):
@@ -65,6 +67,9 @@ class Backend(Protocol):
     Average: int
     Sum: int
     Adasum: int
+
+    def uncompiled(self, function: F) -> F:
+        """Return a function that the framework runs as it is within what it compiles."""
 
     def make_reducer(self, scope: Scope, plan: Plan) -> BackendReducer:
         """scope: its prefix begins all names."""

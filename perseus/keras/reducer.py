@@ -55,6 +55,7 @@ class GradientReducer(LateReducer):
         self._scope = Scope(options.name or name, options.plan.process_set)
         self._check = ParameterCheck(options.plan.process_set)
 
+    @backend.uncompiled
     def active(self) -> bool:
         """Return whether this rank has gradients to reduce; see takes_part()."""
         return takes_part(self.plan.process_set)
@@ -63,6 +64,7 @@ class GradientReducer(LateReducer):
         """Return whether parameters are averaged in turn, for which take_turn() is called."""
         return self.active() and parts_of(self.plan) > 1
 
+    @backend.uncompiled
     def before_backward(self, optimizer: Any, rate_of: Callable[[], Any]) -> None:
         """Announce that backward is next, followed by reduce().
 
@@ -81,6 +83,7 @@ class GradientReducer(LateReducer):
     def _name_of(self, variable: Any, optimizer: Any) -> str:
         return f"{optimizer._get_variable_index(variable)}/{readable(variable)}"
 
+    @backend.uncompiled
     def reduce(
         self,
         gradients: Sequence[Any],
@@ -135,6 +138,7 @@ class GradientReducer(LateReducer):
             begin += prod(shape)
         return results
 
+    @backend.uncompiled
     def take_turn(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> None:
         """Average the variables that have gradients to reduce, if the compression does that.
 
@@ -180,6 +184,7 @@ class GradientReducer(LateReducer):
             results[index] = gradient
         return [results[first[kind]] for kind in kinds], applies
 
+    @backend.uncompiled
     def everywhere(self, flag: Any) -> Any:
         """Return whether a scalar boolean tensor is true on all ranks that have not joined."""
         return backend.everywhere(flag, f"{self._scope.prefix()}/finite", self.plan.process_set)

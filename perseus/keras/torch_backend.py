@@ -18,7 +18,7 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.gradients.rotation import parts_of
 from perseus.gradients.scopes import Scope
-from perseus.keras.torch_overlap import Overlap
+from perseus.keras.torch_overlap import Overlap, uncompiled
 from perseus.process_sets import ProcessSet
 from perseus.torch import data_movement, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
@@ -27,7 +27,7 @@ from perseus.torch.gradient_memory import is_shared
 from perseus.torch.rotation import TorchRotation
 from perseus.torch.session import Adasum, Average, Max, Sum, session
 
-__all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
+__all__ = ["Adasum", "Average", "Compression", "Sum", "run", "uncompiled"]
 
 _WITHOUT_RESIDUALS = (0, 5)  # of PERSEUS_ALLREDUCE_CODEC: dtype and lossless
 

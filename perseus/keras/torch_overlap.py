@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -19,6 +20,14 @@ _TWICE = (
     "[keras] the gradient of {} came twice between scale_loss() and apply(): call backward once, "
     "or leave scale_loss() out, which Keras' own train_step calls in front of it"
 )
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def uncompiled(function: _F) -> _F:
+    """See Backend. torch.compile would trace into the core and break its graph at every call."""
+    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class Overlap:
     def _finish(self, name: str) -> None:
         synchronize(self._begun.pop(name).reduction.handle)
 
+    @uncompiled
     def _on_gradient(self, parameter: torch.Tensor, name: str, last: bool) -> None:
         if not self._announced or not last:
             return

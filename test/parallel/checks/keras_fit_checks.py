@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tensorflow")
 
@@ -256,6 +259,40 @@ def check_reductions_begin_before_backward_ends() -> None:
             each.optimizer.apply(gradients, each.trainable_variables)
     assert_close(model.weights, reference.weights, 1e-4)
     assert_same_everywhere([*model.weights, *model.optimizer.variables])
+
+
+def check_compiled_steps_leave_reductions_as_they_are() -> None:
+    if keras.backend.backend() != "torch":
+        pytest.skip("on TensorFlow, XLA compiles; see tf_xla_library_checks")
+    import torch
+
+    class Texts(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__(logging.WARNING)
+            self.seen: list[str] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.seen.append(record.getMessage())
+
+    texts, results = Texts(), []
+    x, y = make_data(hvd.rank())
+    # The graphs are those that torch's default would compile, which takes minutes.
+    quick = mock.patch("torch.compile", partial(torch.compile, backend="eager"))
+    logging.getLogger("torch._dynamo").addHandler(texts)
+    try:
+        for compiles in (False, True):
+            keras.utils.set_random_seed(1)
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+            model.compile(optimizer, "mse", jit_compile=compiles)
+            with quick:
+                model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            assert_same_everywhere([*model.weights, *model.optimizer.variables])
+            results.append(model.weights)
+    finally:
+        logging.getLogger("torch._dynamo").removeHandler(texts)
+    assert_close(*results)
+    assert not texts.seen, texts.seen
 
 
 def check_gradients_that_are_changed_are_counted_once() -> None:
