@@ -1,6 +1,6 @@
-"""Chooses the Keras and its framework; the module of each framework holds what differs.
+"""Serves the framework on which Keras runs; the module of each framework holds what differs.
 
-Both are chosen at import, as TensorFlow and Keras do it. Stateless.
+It is chosen at import, as Keras does it. Stateless.
 """
 
 from __future__ import annotations
