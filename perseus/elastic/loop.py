@@ -40,6 +40,8 @@ class _Loops:
 
     def begin(self, func: Callable[..., Any], state: State) -> int:
         """Return the number of the loop that a call belongs to, from 1 on."""
+        while isinstance(func, functools.partial):
+            func = func.func
         code = getattr(inspect.unwrap(func), "__code__", func)  # equal where it is defined anew
         if code != self._code or self._state() is not state:
             self._number += 1

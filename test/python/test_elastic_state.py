@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -626,18 +627,21 @@ def test_a_second_loop_begins_with_the_state_of_the_first(member: SimpleNamespac
 
 def test_calls_with_another_function_or_another_state_are_other_loops(member: SimpleNamespace):
     """With the same ones, a new rank takes over the state where the others are."""
-    first, again = (run_fn(lambda state: None, lambda: None) for _ in range(2))
+    first, again, part = (
+        run_fn(form(lambda state: None), lambda: None) for form in (_own, _own, partial)
+    )
     second = run_fn(lambda state: state.epoch, lambda: None)
     state = Recorder()
     state.epoch = 0
     first(state)
     first(state)
     again(state)  # as in a loop that decorates a function each time
+    part(state)
     second(state)
     first(state)
     first(Recorder())  # maybe where the next one will be
     first(Recorder())
-    assert member.loops == [1, 1, 1, 2, 3, 4, 5]
+    assert member.loops == [1, 1, 1, 1, 2, 3, 4, 5]
 
 
 def test_an_interrupted_loop_does_not_become_another_one(member: SimpleNamespace):

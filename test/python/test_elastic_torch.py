@@ -227,7 +227,8 @@ def test_no_gradient_outlives_the_world_that_computed_it(monkeypatch, marks, cha
     monkeypatch.setattr(TorchState, "_can_mark", lambda _: marks)
     model, critic = _model(1), _model(2)
     alone = torch.nn.Parameter(torch.tensor([3.0, 5.0]))
-    optimizer, other = _adam(model), torch.optim.Adam([alone])
+    # Adam has a state, SGD without momentum none.
+    optimizer, other = _adam(model), torch.optim.SGD([alone], lr=0.5)
     state = TorchState(model, optimizer, critic=critic, other=other)
     parameters = [*model.parameters(), *critic.parameters(), alone]
     found = []

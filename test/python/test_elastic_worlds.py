@@ -202,6 +202,27 @@ def test_new_ranks_cannot_join_ranks_that_have_begun_a_second_loop(
     assert not any(launcher._news)
 
 
+def test_ranks_in_a_second_loop_wait_for_slots_that_may_come_back(
+    launcher: driver.ElasticLauncher, link: Any
+) -> None:
+    """Discovery has left out one of two hosts for a moment."""
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 2, 2)
+    hosts = [Host("a", 1)]
+    vars(launcher)["_watch"] = SimpleNamespace(hosts=lambda: hosts, complaint=lambda: "")
+    launcher._latest_loop = 2
+    launcher._processes = {
+        number: Process(number, (name, 0), link, 1, number, loop=2, request=Join(False, True, 5))
+        for number, name in enumerate("ab")
+    }
+    for number in launcher._processes:
+        launcher._open_streams(number, number)
+    launcher._step(time.monotonic(), time.monotonic())
+    assert not launcher._ending
+    hosts.append(Host("b", 1))
+    launcher._step(time.monotonic(), time.monotonic())
+    assert [number for number, _ in launcher._world] == [0, 1]
+
+
 @pytest.mark.parametrize("least", [1, 2])
 def test_rank_that_goes_back_to_an_earlier_loop_than_others_leaves_or_ends_the_job(
     launcher: driver.ElasticLauncher, link: Any, least: int

@@ -555,9 +555,12 @@ class ElasticLauncher(Launcher):
         if not waits:
             self._give_up_at = None
             return
-        if self._is_closed() and (left := len(self._candidates())) < needed:
-            self._give_up(f"{left} ranks are left, instead of {needed}, and {_ONE_LOOP}")
-            return
+        if self._is_closed():
+            # Those without a slot may get it back.
+            left = sum(each.loop == self._latest_loop and not each.dismissed for each in members)
+            if left < needed:
+                self._give_up(f"{left} ranks are left, instead of {needed}, and {_ONE_LOOP}")
+                return
         more_may_come = elasticity.discovery.may_change and (slots > 0 or not self._slots.hosts())
         if slots < needed and not more_may_come and self._slots.next_return(now) is None:
             self._give_up(f"{slots} slots are left that have not failed, instead of {needed}")

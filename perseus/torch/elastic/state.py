@@ -105,7 +105,10 @@ class OptimizerStateHandler(StateHandler):
 
     def sync(self) -> None:
         """Take over rank 0's moments and options, and which gradients are sparse."""
+        missing = [each for each in parameters_of(self.value) if each.grad is None]
         broadcast_optimizer_state(self.value, root_rank=0)
+        for parameter in missing:
+            parameter.grad = None  # zeros would let weight decay move unused parameters
         if isinstance(reducer := getattr(self.value, "_reducer", None), GradientReducer):
             reducer.share_sparse()
         if isinstance(local_steps := getattr(self.value, "_local_steps", None), TorchLocalSteps):
