@@ -30,6 +30,7 @@ from perseus.torch.session import (
     synchronize,
     wants_grad,
 )
+from perseus.torch.untraced import untraced
 
 
 def _average(tensor: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
@@ -40,6 +41,7 @@ def _average(tensor: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
 # ---- allgather ----------------------------------------------------------------------------------
 
 
+@untraced
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -50,6 +52,7 @@ def allgather_async(
     return session.submit(ALLGATHER, name, tensor, group=number_of(process_set))
 
 
+@untraced
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -67,6 +70,7 @@ def allgather(
     return gathered
 
 
+@untraced
 def grouped_allgather_async(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,
@@ -79,6 +83,7 @@ def grouped_allgather_async(
     return session.submit(ALLGATHER, name, members, group=number_of(process_set))
 
 
+@untraced
 def grouped_allgather(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,
@@ -150,6 +155,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 # ---- broadcast ----------------------------------------------------------------------------------
 
 
+@untraced
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -165,6 +171,7 @@ def broadcast_async_(
     )
 
 
+@untraced
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -178,6 +185,7 @@ def broadcast_async(
     )  # fmt: skip
 
 
+@untraced
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -192,6 +200,7 @@ def broadcast(
     return copied
 
 
+@untraced
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -263,6 +272,7 @@ def _checked_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
     return values
 
 
+@untraced
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -288,6 +298,7 @@ def alltoall_async(
     return handle
 
 
+@untraced
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -334,6 +345,7 @@ class HorovodAlltoall(torch.autograd.Function):
 # ---- barrier, join ------------------------------------------------------------------------------
 
 
+@untraced
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the set is here. Operations still pending are not affected."""
     session.synchronize(
@@ -341,6 +353,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     )
 
 
+@untraced
 def join(device: int = -1) -> int:
     """Say that this rank has no more data; returns once all ranks have said so.
 

@@ -22,9 +22,11 @@ from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.torch.data_movement import broadcast_async_
 from perseus.torch.parameters import in_groups
 from perseus.torch.session import synchronize
+from perseus.torch.untraced import untraced
 from perseus.torch.unwrapped import watch
 
 
+@untraced
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters with the root's, in place; usually `model.state_dict()`.
 
@@ -116,6 +118,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return in_groups(optimizer.param_groups)
 
 
+@untraced
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -130,6 +133,7 @@ def broadcast_object(
     return control.broadcast_object(obj, root_rank, name, group_id(process_set))
 
 
+@untraced
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
@@ -150,6 +154,7 @@ class _TensorSlot:
         return torch.device("cpu") if self.in_host_memory else of_parameter
 
 
+@untraced
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:

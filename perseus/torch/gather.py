@@ -13,12 +13,14 @@ import torch
 from perseus import basics
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch import data_movement
+from perseus.torch.untraced import untraced
 
 
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unsqueeze(0) if basics.stacks_gathered() else tensor
 
 
+@untraced
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -29,6 +31,7 @@ def allgather_async(
     return data_movement.allgather_async(_laid_out(tensor), name, process_set)
 
 
+@untraced
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -39,6 +42,7 @@ def allgather(
     return data_movement.allgather(_laid_out(tensor), name, process_set)
 
 
+@untraced
 def grouped_allgather_async(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,
@@ -48,6 +52,7 @@ def grouped_allgather_async(
     return data_movement.grouped_allgather_async(map(_laid_out, tensors), name, process_set)
 
 
+@untraced
 def grouped_allgather(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,

@@ -40,10 +40,12 @@ from perseus.torch.session import (
     synchronize,
     wants_grad,
 )
+from perseus.torch.untraced import untraced
 
 _resolve_op = get_average_backwards_compatibility_fun(session_module)
 
 
+@untraced
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -66,6 +68,7 @@ def allreduce_async_(
     )  # fmt: skip
 
 
+@untraced
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -87,6 +90,7 @@ def allreduce_async(
     )  # fmt: skip
 
 
+@untraced
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -143,6 +147,7 @@ def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]
     return compression.codec, compression.argument
 
 
+@untraced
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -205,6 +210,7 @@ def group_members(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return members
 
 
+@untraced
 def grouped_allreduce_async_(
     tensors: Iterable[torch.Tensor],
     average: bool | None = None,
@@ -228,6 +234,7 @@ def grouped_allreduce_async_(
     )  # fmt: skip
 
 
+@untraced
 def grouped_allreduce_async(
     tensors: Iterable[torch.Tensor],
     average: bool | None = None,
@@ -248,6 +255,7 @@ def grouped_allreduce_async(
     )  # fmt: skip
 
 
+@untraced
 def grouped_allreduce(
     tensors: Iterable[torch.Tensor],
     average: bool | None = None,
@@ -278,6 +286,7 @@ def grouped_allreduce(
     ]
 
 
+@untraced
 def grouped_allreduce_(
     tensors: Iterable[torch.Tensor],
     average: bool | None = None,

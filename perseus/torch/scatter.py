@@ -26,6 +26,7 @@ from perseus.torch.session import (
     synchronize,
     wants_grad,
 )
+from perseus.torch.untraced import untraced
 
 
 def _scattered(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -41,6 +42,7 @@ def _check_scatter_op(op: int) -> None:
         raise HorovodInternalError("Reducescatter only supports AVERAGE and SUM")
 
 
+@untraced
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -62,6 +64,7 @@ def reducescatter_async(
     )  # fmt: skip
 
 
+@untraced
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -82,6 +85,7 @@ def reducescatter(
     return result
 
 
+@untraced
 def grouped_reducescatter_async(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,
@@ -101,6 +105,7 @@ def grouped_reducescatter_async(
     )  # fmt: skip
 
 
+@untraced
 def grouped_reducescatter(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,

@@ -14,6 +14,7 @@ from perseus import basics
 from perseus.errors import NOT_INITIALIZED, HorovodInternalError
 from perseus.operations import Kind, ReduceOp
 from perseus.process_sets import ProcessSet
+from perseus.torch.untraced import untraced
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
@@ -140,6 +141,7 @@ def keep_all(result: Any) -> None:
             keep(tensor)
 
 
+@untraced
 def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once.
 
@@ -148,6 +150,7 @@ def poll(handle: int) -> bool:
     return session.poll(handle)
 
 
+@untraced
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous operation and return its output; None for an unknown handle.
 

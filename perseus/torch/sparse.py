@@ -16,10 +16,12 @@ from perseus.failures import Failures
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.data_movement import allgather_async
 from perseus.torch.session import ALLGATHER, Average, Sum, place, session, synchronize
+from perseus.torch.untraced import untraced
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+@untraced
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None,
@@ -96,6 +98,7 @@ def start_sparse_allreduce(
 
     wait = _both(handles)
 
+    @untraced
     def finish() -> torch.Tensor | None:
         described, gathered = wait()
         if gathered is None:

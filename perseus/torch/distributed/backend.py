@@ -33,9 +33,9 @@ from perseus.torch.distributed.launched import forget_world
 from perseus.torch.distributed.monitored_barriers import allow_monitored_barriers
 from perseus.torch.distributed.overloads import in_all_forms
 from perseus.torch.distributed.sync_batch_norm import accept_cpu_tensors
-from perseus.torch.distributed.untraced import leave_untraced
 from perseus.torch.distributed.work import Receive, Work, latest
 from perseus.torch.distributed.world import World
+from perseus.torch.untraced import leave_untraced
 
 NAME = "perseus"
 IS_BACKEND = hasattr(c10d.Backend, "supports_reconfigure")  # since 2.14: Python may subclass it

@@ -34,11 +34,11 @@ from perseus.torch.distributed.parameter_check import ModelCheck
 from perseus.torch.distributed.residuals import ModelResiduals
 from perseus.torch.distributed.streams import aside, gpu_of
 from perseus.torch.distributed.turns import ModelTurns
-from perseus.torch.distributed.untraced import untraced
 from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
 from perseus.torch.residuals import as_buffers, as_tensors
 from perseus.torch.sparse import header_and_indices, sparse_total
+from perseus.torch.untraced import untraced
 from perseus.torch.wrapped import wrapper_residuals
 
 # A module's attributes with the hooks that Gradients registers.
