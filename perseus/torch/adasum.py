@@ -25,6 +25,7 @@ from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.parameters import Parameters
 from perseus.torch.session import Adasum, session
+from perseus.torch.untraced import untraced
 
 
 class _StepReducer(HandleReducer, AdasumOfSteps):
@@ -101,6 +102,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
 
     @calls_hooked_step
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the wrapped optimizer's step, then combine the steps of all ranks by Adasum.
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from perseus.torch.untraced import untraced
+
 Owner = TypeVar("Owner")
 Known = TypeVar("Known")
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -44,6 +46,7 @@ def on_gradient(
     """
     reference = weakref.ref(owner)
 
+    @untraced
     def hook(reached: torch.Tensor) -> None:
         living = reference()
         if living is not None:

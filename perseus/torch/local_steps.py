@@ -41,6 +41,7 @@ from perseus.torch.local_exchanges import TorchLocalSteps
 from perseus.torch.optimizer import DistributedOptimizer, _DistributedOptimizer
 from perseus.torch.outer_steps import Outer, OuterSteps
 from perseus.torch.residuals import OWNER, with_owner
+from perseus.torch.untraced import untraced
 
 _STATE = "perseus_local_steps"  # the key in state_dict()
 _CODECS = (EXACT, FLOAT16, BFLOAT16, INT8, INT4, INT2, LOSSLESS)
@@ -72,6 +73,7 @@ class _LocalOptimizer(_DistributedOptimizer):
         state = args[0] if args else kwargs["state_dict"]
         self._local_steps.load(state.get(_STATE), state.get(OWNER))
 
+    @untraced
     def synchronize(self) -> None:
         """Wait until every p.grad is averaged over the ranks of this host.
 
@@ -97,6 +99,7 @@ class _LocalOptimizer(_DistributedOptimizer):
             )
 
     @calls_hooked_step
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with the host's gradients, and exchange what is due after it."""
         result = super().step(closure)

@@ -43,6 +43,7 @@ from perseus.torch.reductions import allreduce
 from perseus.torch.residuals import OWNER, as_buffers, as_tensors, with_owner
 from perseus.torch.rotation import TorchRotation
 from perseus.torch.session import Adasum, Average, Sum
+from perseus.torch.untraced import untraced
 
 _RESIDUALS = "perseus_residuals"  # the key in state_dict()
 
@@ -144,6 +145,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             own(as_buffers(state.get(_RESIDUALS, {})), state.get(OWNER))
         )
 
+    @untraced
     def synchronize(self) -> None:
         """Wait until every p.grad is reduced over all ranks.
 
@@ -232,6 +234,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     @calls_hooked_step
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call synchronize(), then the wrapped optimizer's step(closure).
 
@@ -338,6 +341,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             process_set=plan.process_set,
         )
 
+    @untraced
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Call the wrapped optimizer. Raises AssertionError while gradients are being reduced."""
         if self._reducer.busy():
