@@ -16,7 +16,7 @@ from ddp_checks import (
     network,
     train,
 )
-from patterns import assert_same, shared_folder
+from patterns import assert_same, shared_folder, world_with
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -195,6 +195,20 @@ def check_compiled_models() -> None:
         model = DistributedDataParallel(network())
         train(torch.compile(model, backend="aot_eager"))
         assert_trained_alike(details(model))
+
+
+def check_compiled_models_whose_gradients_are_summed_over_steps() -> None:
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2), process_group():
+        found = []
+        for is_compiled in (False, True):
+            torch._dynamo.reset()
+            model = DistributedDataParallel(network())
+            train(torch.compile(model, backend="aot_eager") if is_compiled else model)
+            found.append(details(model))
+        for plain, compiled, initial in zip(*found, details(network()), strict=True):
+            torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-6)
+            assert not torch.equal(compiled, initial)
+            _assert_same_everywhere(compiled)
 
 
 def check_compiled_functional_collectives() -> None:
