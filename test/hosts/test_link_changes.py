@@ -56,15 +56,16 @@ def train_until(changed):
 def ask(what):
     if hvd.rank() == 0:
         open(asks, "w").write(what)
+# Other processes may make a fast link look slow in some measurements, but no slow one fast.
 train_until(lambda: True)
-fast = chosen()
-ask("10mbit")
-train_until(lambda: chosen() != fast)
 slow = chosen()
-for _ in range(4):
-    train()  # with what is chosen now; the first of these flushes
 ask("2gbit")
 train_until(lambda: chosen() != slow)
+fast = chosen()
+for _ in range(4):
+    train()  # with what is chosen now; the first of these flushes
+ask("10mbit")
+train_until(lambda: chosen() == slow)
 for _ in range(4):
     train()
 basics.flush_residuals()
@@ -74,7 +75,7 @@ for name in shapes:
     exact = hvd.allreduce(given[name], op=hvd.Sum, name="exact." + name)
     error = float((got[name] - exact).abs().max())
     assert error < 1e-2, (name, error)
-print("slow", slow, "then", chosen(), flush=True)
+print("slow", slow, "fast", fast, flush=True)
 """
 
 
@@ -109,7 +110,7 @@ def test_choices_follow_the_links(tmp_path: Path) -> None:
     program.write_text(_RANK)
     command = [sys.executable, "-m", "perseus.run", "-np", "2", "-H", "host0,host1"]
     command += [sys.executable, str(program), str(asks)]
-    with VirtualHosts(2, rate="2gbit") as hosts:
+    with VirtualHosts(2, rate="10mbit") as hosts:
         settings = {
             "PERSEUS_ALLREDUCE_CODEC": "auto",
             "PERSEUS_LINK_CHECK_SECONDS": "1",
