@@ -49,20 +49,20 @@ class StateHandler:
         self.save()
 
 
-class SamplerHandler(StateHandler):
-    """Keeps an ElasticSampler's epoch and progress; adapters add sync()."""
+class StateDictHandler(StateHandler):
+    """Keeps the state_dict() of a value, such as an ElasticSampler; adapters add sync()."""
 
-    def __init__(self, sampler: Any) -> None:
-        super().__init__(sampler)
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
         self.save()
 
     def save(self) -> None:
-        """Remember epoch and progress."""
+        """Copy the state."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Roll back to the progress last saved, and share the remaining samples."""
-        self.value.load_state_dict(self._saved)
+        """Give the value a copy, which it may keep and change."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
 
 
 # Types, and the handlers of their instances; the first that fits is taken.

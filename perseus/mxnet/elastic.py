@@ -15,7 +15,7 @@ from mxnet.gluon.parameter import ParameterDict
 
 from perseus.basics import init, rank, shutdown
 from perseus.elastic import ObjectState, State, reset, run_fn, sampler
-from perseus.elastic.handled_state import HandledState, Registry, SamplerHandler, StateHandler
+from perseus.elastic.handled_state import HandledState, Registry, StateDictHandler, StateHandler
 from perseus.elastic.loop import failure_if, looped
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.gradients.residuals import Held, Source
@@ -260,7 +260,7 @@ def _give_values(optimizer: mx.optimizer.Optimizer, read: mx.optimizer.Optimizer
         optimizer.lr_scheduler = schedule
 
 
-class _SamplerHandler(SamplerHandler):
+class _SamplerHandler(StateDictHandler):
     def sync(self) -> None:
         """Copy rank 0's progress, and share the remaining samples among the present ranks."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="sampler"))

@@ -16,7 +16,7 @@ from perseus.basics import rank
 from perseus.elastic.handled_state import (
     HandledState,
     Registry,
-    SamplerHandler,
+    StateDictHandler,
     StateHandler,
 )
 from perseus.elastic.state import ObjectState
@@ -120,28 +120,19 @@ class OptimizerStateHandler(StateHandler):
         return plain_buffers(value for entry in entries for value in entry)
 
 
-class SchedulerStateHandler(StateHandler):
+class SchedulerStateHandler(StateDictHandler):
     """Keeps a learning rate scheduler's state_dict(); its optimizer keeps the learning rates."""
-
-    def __init__(self, scheduler: Any) -> None:
-        super().__init__(scheduler)
-        self.save()
-
-    def save(self) -> None:
-        """Copy the state."""
-        self._saved = copy.deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        """Give the scheduler a copy, which it keeps and changes."""
-        self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Take over rank 0's state. The scheduler stays that of this rank's optimizer."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
-class SamplerStateHandler(SamplerHandler):
+class SamplerStateHandler(StateDictHandler):
     """Keeps an ElasticSampler's epoch and progress."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler)
 
     def sync(self) -> None:
         """Copy rank 0's progress, and share the remaining samples among the present ranks."""
