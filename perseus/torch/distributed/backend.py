@@ -132,11 +132,14 @@ class _Life(Collectives):
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """Return once every rank is here; rank 0 raises RuntimeError that names those who are not.
 
-        opts: its timeout is the limit; the group's without one. All missing ranks are named,
-        whatever wait_all_ranks says. The other ranks raise the same error, or name rank 0 if it has
-        not told them the end a while after the limit.
+        opts: its timeout is the limit, or it is the limit itself, as in gloo's binding; the group's
+        without one. All missing ranks are named, whatever wait_all_ranks says. The other ranks
+        raise the same error, or name rank 0 if it has not told them the end a while after the
+        limit.
         """
-        limit = getattr(opts, "timeout", None) or timedelta(seconds=self.world.seconds)
+        limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+        if limit is None or limit < timedelta(0):  # c10d's options say so that they have none
+            limit = timedelta(seconds=self.world.seconds)
         seconds = limit.total_seconds()
         self._barriers += 1
         group = f"perseus/{self._token()}/barrier "
@@ -149,19 +152,17 @@ class _Life(Collectives):
             except RuntimeError as error:
                 if time.monotonic() < deadline:  # the store is lost
                     raise
-                problem = f"[torch] monitored_barrier: rank 0 did not come within {seconds:g} s"
-                raise RuntimeError(problem) from error
+                raise RuntimeError(_missing([0], seconds)) from error
             if problem := self._store.get(f"{prefix}end").decode():
                 raise RuntimeError(problem)
             return
         keys = [f"{prefix}{rank}" for rank in range(1, self.world.size)]
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN_SECONDS)
-        missing = [str(i + 1) for i, key in enumerate(keys) if not self._store.check([key])]
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        problem = f"[torch] monitored_barrier: {ranks} did not come within {seconds:g} s"
-        self._store.set(f"{prefix}end", problem if missing else "")
-        if missing:
+        missing = [i + 1 for i, key in enumerate(keys) if not self._store.check([key])]
+        problem = _missing(missing, seconds) if missing else ""
+        self._store.set(f"{prefix}end", problem)
+        if problem:
             raise RuntimeError(problem)
         with suppress(RuntimeError):  # not every store can
             # Who is here has read the end of the last barrier.
@@ -299,6 +300,12 @@ def _create(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
     accept_cpu_tensors()
     leave_untraced(PerseusBackend, Work, Receive)
     return PerseusBackend(store, rank, size, timeout)
+
+
+def _missing(ranks: list[int], seconds: float) -> str:
+    """The end of a monitored barrier without these ranks, in the words of gloo."""
+    named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"[torch] {named} failed to pass monitoredBarrier in {1000 * seconds:g} ms"
 
 
 @atexit.register

@@ -30,7 +30,7 @@ from perseus.torch.distributed.reductions import (
     kind_of,
 )
 from perseus.torch.distributed.streams import gpu_of
-from perseus.torch.distributed.work import Done, Receive, Work, joined
+from perseus.torch.distributed.work import NO_LIMIT, Done, Receive, Work, joined
 from perseus.torch.distributed.world import World
 from perseus.torch.session import DTYPES, keep
 from perseus.torch.sparse import header_and_indices, sparse_total
@@ -530,6 +530,8 @@ class Collectives:
     # ---- barriers ----
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete once every rank has called it."""
-        awaited = opts is not None and not opts.asyncOp
-        return self._submit(Kind.BARRIER, None, lambda _: [], None, awaited)
+        """Complete once every rank has called it; opts' timeout, if it has one, limits wait()."""
+        limited = opts is not None and opts.timeout > NO_LIMIT
+        awaited = opts is not None and not opts.asyncOp and not limited
+        work = self._submit(Kind.BARRIER, None, lambda _: [], None, awaited)
+        return work.limited(opts.timeout) if limited else work

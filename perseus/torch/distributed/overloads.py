@@ -16,6 +16,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from perseus.torch.distributed.collectives import Collectives
+from perseus.torch.distributed.work import NO_LIMIT
 
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 # By method: the options, the number of arguments before them, and what may come in their place.
@@ -89,6 +90,7 @@ def _in_all_forms(
         for name, value in (*zip(names, values, strict=False), *named.items()):
             if value is not None:
                 setattr(opts, _FIELDS[name], value)
-        return method(group, *tensors, opts)
+        work = method(group, *tensors, opts)
+        return work.limited(opts.timeout) if opts.timeout > NO_LIMIT else work
 
     return in_all_forms

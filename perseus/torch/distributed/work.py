@@ -19,7 +19,7 @@ from perseus.torch.distributed.streams import Mark, aside, gpu_of
 from perseus.torch.distributed.world import World
 from perseus.torch.session import keep
 
-_NO_LIMIT = timedelta(0)
+NO_LIMIT = timedelta(0)
 # A handle of World.operations, and what makes tensors of the operation's output.
 Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
 
@@ -54,6 +54,7 @@ class Work(dist.Work):
         self._pieces = pieces
         self._device = device
         self._in_order = in_order
+        self._limit: timedelta | None = None
         self._mark: Mark | None = None
         self._lock = threading.Lock()  # held until the operation ends
         self._result: list[torch.Tensor] = []
@@ -70,16 +71,22 @@ class Work(dist.Work):
         work._error = as_torch_raises(error)
         return work
 
+    def limited(self, timeout: timedelta) -> Work:
+        """Limit each wait() without a timeout of its own. Returns this work."""
+        self._limit = timeout
+        return self
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once the operation is done; on a GPU, the current stream waits for its tensors.
 
-        timeout: None or zero for no other limit than that of the group.
+        timeout: None or zero for no other limit than those of the call and of the group.
 
         Raises the error of the operation; torch.distributed.DistBackendError if it is not done in
         time, after which one may wait again.
         """
-        if timeout is not None and timeout > _NO_LIMIT:
-            self._await_end(timeout.total_seconds())
+        limit = timeout if timeout is not None and timeout > NO_LIMIT else self._limit
+        if limit is not None:
+            self._await_end(limit.total_seconds())
         self._settle_here()
         if self._error is not None:
             raise self._error
@@ -90,8 +97,8 @@ class Work(dist.Work):
         for handle, _ in self._pieces:
             if not self._world.operations.wait(handle, deadline - time.monotonic()):
                 raise dist.DistBackendError(
-                    f"[torch] an operation did not end within {seconds:g} s (timeout= of wait): "
-                    f"some rank has not started it, or is still busy with it"
+                    f"[torch] an operation did not end within {seconds:g} s (timeout=): some "
+                    f"rank has not started it, or is still busy with it"
                 )
 
     def synchronize(self) -> None:
