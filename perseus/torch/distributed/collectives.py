@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from perseus.errors import HorovodInternalError
 from perseus.operations import Kind, ReduceOp
@@ -31,7 +32,7 @@ from perseus.torch.distributed.reductions import (
 )
 from perseus.torch.distributed.streams import gpu_of
 from perseus.torch.distributed.work import NO_LIMIT, Done, Receive, Work, joined
-from perseus.torch.distributed.world import World
+from perseus.torch.distributed.world import InPlace, World
 from perseus.torch.session import DTYPES, keep
 from perseus.torch.sparse import header_and_indices, sparse_total
 
@@ -63,6 +64,13 @@ def _only(tensors: Sequence[Any]) -> Any:
     if len(tensors) != 1:
         raise ValueError(f"[torch] expected one tensor for this process, got {len(tensors)}")
     return tensors[0]
+
+
+def _root(opts: Any, size: int) -> int:
+    root: int = opts.rootRank
+    if not 0 <= root < size:
+        raise ValueError(f"[torch] invalid root rank {root}, in a group of {size} ranks")
+    return root
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,6 +193,8 @@ class Collectives:
     ) -> Work:
         """awaited: torch waits before it goes on, and nobody else sees the returned work."""
         self.started += 1
+        if self.world.abandoned:
+            self.world.end_abandoned()
         try:
             handle = self.world.operations.submit(
                 kind, self._next_name(), given, output, transient=True, **arguments
@@ -242,18 +252,15 @@ class Collectives:
         self, given: Any, result: Any, reduction: Reduction, tensors: Tensors, awaited: bool
     ) -> Work:
         if not awaited or calling() is not None:
-
-            def finish(written: Any) -> Tensors:
-                if result is not given:
-                    keep(written)  # this function has the last reference
-                return tensors
-
+            finish = InPlace(tensors, keeps=result is not given)
             return self._submit(
                 Kind.ALLREDUCE, given, finish, result, awaited, op=reduction.op,
                 prescale=reduction.prescale,
             )  # fmt: skip
         # The same, without what takes as long as the reduction of a few bytes.
         self.started += 1
+        if self.world.abandoned:
+            self.world.end_abandoned()
         operations = self.world.operations
         try:
             handle = operations.submit(
@@ -277,7 +284,7 @@ class Collectives:
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce a tensor over all ranks; only the root's is overwritten."""
         tensor = _only(tensors)
-        root = opts.rootRank == self.world.rank
+        root = _root(opts, self.world.size) == self.world.rank
         if not tensor.is_contiguous():
             if root:
                 return _by_copies(tensors, lambda rows: self.reduce(rows, opts))
@@ -290,8 +297,14 @@ class Collectives:
         result = given if root else torch.empty_like(given)
         return self._reduce(given, result, reduction, tensors, not opts.asyncOp)
 
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        opts: c10d.ReduceScatterOptions | None = None,
+    ) -> Work:
         """Reduce `given` over all ranks; this rank gets its part, in rank order, as `output`."""
+        opts = opts or c10d.ReduceScatterOptions()
         if not output.is_contiguous():
             return _by_copies(
                 [output], lambda rows: self.reduce_scatter_single(rows[0], given, opts)
@@ -309,7 +322,7 @@ class Collectives:
             return self._reduce_scatter_bits(output, given, BITWISE[kind_of(opts.reduceOp)])
         parts = _reducible(given.contiguous(), reduction).reshape(size, -1)
         return self._submit(
-            Kind.REDUCESCATTER, parts, lambda _: [output],
+            Kind.REDUCESCATTER, parts, InPlace([output]),
             _reducible(output, reduction).view(1, -1), op=reduction.op, prescale=reduction.prescale,
         )  # fmt: skip
 
@@ -323,19 +336,45 @@ class Collectives:
 
         return self._submit(Kind.ALLTOALL, _movable(given), finish, splits=splits)
 
-    def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any) -> Work:
-        """Reduce a list of tensors over all ranks; this rank gets the one of its own index."""
-        output, parts = _only(outputs), _only(given)
-        _same_dtype([output], parts, "reduce_scatter")
-        if len(parts) != self.world.size or any(p.numel() != output.numel() for p in parts):
-            raise ValueError(
-                f"[torch] reduce_scatter: expected {self.world.size} tensors of "
-                f"{output.numel()} elements, got {[part.numel() for part in parts]}"
-            )
-        joined = torch.cat([part.reshape(-1) for part in parts])
-        return self.reduce_scatter_single(output, joined, opts)
+    def reduce_scatter(
+        self, outputs: Tensors, given: list[Tensors], opts: c10d.ReduceScatterOptions | None = None
+    ) -> Work:
+        """Reduce a list of tensors over all ranks; this rank gets the one of its own index.
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, given: Tensors, opts: Any) -> Work:
+        The tensors of a list may differ in size; those of one index must not.
+        """
+        output, parts = _only(outputs), _only(given)
+        opts = opts or c10d.ReduceScatterOptions()
+        _same_dtype([output], parts, "reduce_scatter")
+        size, rank = self.world.size, self.world.rank
+        sizes = [part.numel() for part in parts]
+        if len(parts) != size or sizes[rank] != output.numel():
+            raise ValueError(
+                f"[torch] reduce_scatter: expected {size} tensors, with {output.numel()} elements "
+                f"in that of rank {rank}, got {sizes}"
+            )
+        joint = torch.cat([part.reshape(-1) for part in parts])
+        if len(set(sizes)) == 1:
+            return self.reduce_scatter_single(output, joint, opts)
+        # The core scatters equal parts.
+        options = c10d.AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+        own = torch.split(joint, sizes)[rank].view(output.shape)
+
+        def write(_: Tensors) -> Tensors:
+            with torch.inference_mode():  # where all tensors can be written, also its own
+                output.copy_(own)
+            keep(own)
+            return [output]
+
+        return self.allreduce([joint], options).ending_with(write)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: Tensors,
+        given: Tensors,
+        opts: c10d.ReduceScatterOptions | None = None,
+    ) -> Work:
         """reduce_scatter_single of several tensors."""
         pairs = zip(outputs, given, strict=True)
         return joined(self.world, [self.reduce_scatter_single(*pair, opts) for pair in pairs])
@@ -349,7 +388,7 @@ class Collectives:
             return _by_copies(tensors, lambda rows: self.broadcast(rows, opts))
         own = _movable(tensor)
         return self._submit(
-            Kind.BROADCAST, own, lambda _: tensors, own, not opts.asyncOp, root=opts.rootRank
+            Kind.BROADCAST, own, InPlace(tensors), own, not opts.asyncOp, root=opts.rootRank
         )
 
     def all_gather_single(
@@ -378,11 +417,11 @@ class Collectives:
             place = None
 
         def finish(gathered: torch.Tensor) -> Tensors:
-            if gathered is not place:
-                _spread(gathered.view(-1), outputs)
+            _spread(gathered.view(-1), outputs)
             return outputs
 
-        return self._submit(Kind.ALLGATHER, _one_row(own), finish, place)
+        in_place = None if place is None else InPlace(outputs)
+        return self._submit(Kind.ALLGATHER, _one_row(own), in_place or finish, place)
 
     def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Work:
         """Gather several tensors; `outputs` has a list of them for each rank."""
@@ -400,7 +439,7 @@ class Collectives:
     def gather(self, outputs: list[Tensors], given: Tensors, opts: Any) -> Work:
         """Copy the tensors of all ranks into a list of tensors at the root."""
         own = _only(given)
-        parts = _only(outputs) if opts.rootRank == self.world.rank else []
+        parts = _only(outputs) if _root(opts, self.world.size) == self.world.rank else []
         if not _are_row_major(parts):
             return _by_copies(parts, lambda rows: self.gather([rows], given, opts))
         _same_dtype(parts, [own], "gather")
@@ -416,7 +455,7 @@ class Collectives:
         output = _only(outputs)
         if not output.is_contiguous():
             return _by_copies(outputs, lambda rows: self.scatter(rows, given, opts))
-        root = opts.rootRank == self.world.rank
+        root = _root(opts, self.world.size) == self.world.rank
         parts = _only(given) if root else []
         _same_dtype([output], parts, "scatter")
         if root:
@@ -492,13 +531,15 @@ class Collectives:
         if kind == Kind.RECEIVE and not tensor.is_contiguous():
             return _by_copies(tensors, lambda rows: self._between_two(kind, rows, peer, tag))
         own = _movable(tensor)
+        if self.world.abandoned:
+            self.world.end_abandoned()
         try:
             handle = self.world.operations.submit(kind, None, own, root=peer, tag=tag)
         except HorovodInternalError as error:
             return Work.failed(self.world, error)
         if kind == Kind.RECEIVE:
             return Receive(self.world, handle, tensors)
-        return Work(self.world, [(handle, lambda _: tensors)], gpu_of(tensors), in_order=False)
+        return Work(self.world, [(handle, InPlace(tensors))], gpu_of(tensors), in_order=False)
 
     # ---- sparse tensors ----
 
@@ -530,8 +571,20 @@ class Collectives:
     # ---- barriers ----
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete once every rank has called it; opts' timeout, if it has one, limits wait()."""
+        """Complete once every rank has called it; opts' timeout, if it has one, limits wait().
+
+        What this rank has started before is complete, too, but for sends and receives. The work
+        also fails with what collectives have raised whose own works nobody has kept.
+        """
         limited = opts is not None and opts.timeout > NO_LIMIT
         awaited = opts is not None and not opts.asyncOp and not limited
-        work = self._submit(Kind.BARRIER, None, lambda _: [], None, awaited)
+        earlier = self.world.under_way()
+
+        def finish(_: Any) -> Tensors:
+            for settle in earlier:
+                settle()
+            self.world.raise_unseen()
+            return []
+
+        work = self._submit(Kind.BARRIER, None, finish, None, awaited)
         return work.limited(opts.timeout) if limited else work

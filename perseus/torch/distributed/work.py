@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,10 @@ from perseus.errors import NanGradientError
 from perseus.torch.distributed.completer import Completer, calling
 from perseus.torch.distributed.future import Future
 from perseus.torch.distributed.streams import Mark, aside, gpu_of
-from perseus.torch.distributed.world import World
+from perseus.torch.distributed.world import InPlace, Piece, World
 from perseus.torch.session import keep
 
 NO_LIMIT = timedelta(0)
-# A handle of World.operations, and what makes tensors of the operation's output.
-Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
 
 
 class _Latest(threading.local):
@@ -61,6 +58,8 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._future: Future | None = None
         self._future_lock = threading.Lock()
+        if in_order and pieces:
+            world.begun(self)
         if latest.asked:  # or else its tensors would stay until the thread makes another
             latest.work = self
 
@@ -152,25 +151,40 @@ class Work(dist.Work):
 
         Returns this work, which nobody else has seen yet. Its result has the tensors, too.
         """
+        instead = {id(copy): tensor for copy, tensor in zip(copies, tensors, strict=True)}
+
+        def write(result: list[torch.Tensor]) -> list[torch.Tensor]:
+            _copy_back(copies, tensors)
+            return [instead.get(id(each), each) for each in result]
+
+        return self.ending_with(write)
+
+    def ending_with(self, write: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Work:
+        """Make another result of that of this work's one operation, once it is done.
+
+        Returns this work, which nobody else has seen yet.
+        """
         if self._pieces:
             ((handle, finish),) = self._pieces
-            instead = {id(copy): tensor for copy, tensor in zip(copies, tensors, strict=True)}
-
-            def finish_and_copy(output: Any) -> list[torch.Tensor]:
-                result = finish(output)
-                _copy_back(copies, tensors)
-                return [instead.get(id(each), each) for each in result]
-
-            self._pieces = [(handle, finish_and_copy)]
+            self._pieces = [(handle, lambda output: write(finish(output)))]
         elif self._error is None:
-            _copy_back(copies, tensors)
+            self._result = write(self._result)
         return self
 
     def __del__(self) -> None:
-        """Let the world release operations for which nobody waits, with their tensors."""
+        """Let the world end operations for which nobody waits, and release their tensors."""
         pieces: list[Piece] = getattr(self, "_pieces", [])
         if pieces:
-            self._world.abandon(handle for handle, _ in pieces)
+            self._world.abandon(pieces, self._in_order)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether somebody has waited for it until it was done."""
+        return not self._pieces
+
+    def settle(self) -> None:
+        """wait(), which leaves the error to others."""
+        self._settle_here()
 
     @property
     def device(self) -> torch.device | None:
@@ -214,22 +228,28 @@ class Done(Work):
         return True
 
 
+class _Received(InPlace):
+    """What has been received, and from whom. It does not refer to the work, which nobody may."""
+
+    source = -1
+
+    def __call__(self, source: int) -> list[torch.Tensor]:
+        self.source = source
+        return self.tensors
+
+
 class Receive(Work):
     """A receive, which knows its sender once it is done."""
 
     def __init__(self, world: World, handle: int, tensors: list[torch.Tensor]) -> None:
         """handle: of `world.operations`. tensors: what is received, one."""
-        super().__init__(world, [(handle, self._note)], gpu_of(tensors), in_order=False)
-        self._tensors, self._source = tensors, -1
-
-    def _note(self, source: int) -> list[torch.Tensor]:
-        self._source = source
-        return self._tensors
+        self._received = _Received(tensors)
+        super().__init__(world, [(handle, self._received)], gpu_of(tensors), in_order=False)
 
     def source_rank(self) -> int:
         """Return the sender's number in the group. Waits for it."""
         self.wait()
-        return self._source
+        return self._received.source
 
     # c10d has asked for it under both names.
     _source_rank = source_rank

@@ -9,11 +9,12 @@ import contextlib
 import math
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,12 @@ from torch._C import _distributed_c10d as c10d
 
 from perseus import _core, basics
 from perseus.errors import HorovodInternalError
+from perseus.failures import Failures
 from perseus.group_context import LONGEST_TIMEOUT, group_context
 from perseus.operations import Kind
 from perseus.torch.distributed.completer import Completer
 from perseus.torch.distributed.launched import raise_if_ended
-from perseus.torch.session import describe, keep_all, tensor_over
+from perseus.torch.session import describe, keep, keep_all, tensor_over
 
 # By perseus_code; what is not here is a lost connection or worse.
 _ERRORS = {
@@ -36,6 +38,37 @@ _ERRORS = {
 
 
 _numbers = count(1)  # of this process's worlds
+_MANY_BEGUN = 64
+
+
+class InPlace:
+    """What makes tensors of an operation's output where the core has written them itself."""
+
+    __slots__ = ("keeps", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor], keeps: bool = False) -> None:
+        """keeps: whether nobody else refers to the output, which may still be used on a GPU."""
+        self.tensors, self.keeps = tensors, keeps
+
+    def __call__(self, output: Any) -> list[torch.Tensor]:
+        if self.keeps:
+            keep(output)
+        return self.tensors
+
+
+# A handle of World.operations, and what makes tensors of the operation's output.
+Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
+
+
+class Begun(Protocol):
+    """A collective of this rank."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether somebody has waited for it until it was done."""
+
+    def settle(self) -> None:
+        """Wait until it is done. Others get its error."""
 
 
 def _settings_of(number: int) -> list[str]:
@@ -96,7 +129,11 @@ class World:
         )
         self.operations = _core.Operations(self.context, wrap, describe)
         self.completer = Completer()
-        self._abandoned: deque[int] = deque()
+        # Of works that nobody refers to, and whether they are in the order of all ranks.
+        self.abandoned: deque[tuple[list[Piece], bool]] = deque()
+        self._unseen = Failures()
+        self._begun: deque[ref[Begun]] = deque()
+        self._most_begun = _MANY_BEGUN
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait for ranks that live no longer than this from now on, also for what is under way."""
@@ -119,29 +156,92 @@ class World:
         return None if self._left else self.context.failure()
 
     def await_all(self) -> None:
-        """Return once every rank has called this, or the world has failed."""
+        """Return once every rank has called this, or the world has failed.
+
+        What nobody refers to is written by then.
+        """
         with contextlib.suppress(HorovodInternalError):
             self.operations.synchronize(self.operations.submit(Kind.BARRIER, "leave", None))
+        for settle in self.under_way():
+            settle()
 
-    def abandon(self, handles: Iterable[int]) -> None:
-        """Release operations for which nobody waits, once they are done.
+    def begun(self, work: Begun) -> None:
+        """Let the barriers that follow wait for it, too."""
+        self._begun.append(ref(work))
+        if len(self._begun) >= self._most_begun:
+            self._most_begun = max(_MANY_BEGUN, 2 * len(self._unsettled()))
 
-        Those that are not done yet are looked at again when others are abandoned. It does not block
-        and takes no lock, because the garbage collector may call it anywhere.
-        """
-        self._abandoned.extend(handles)
-        for _ in range(len(self._abandoned)):
+    def _unsettled(self) -> list[Begun]:
+        found = []
+        for _ in range(len(self._begun)):
             try:
-                handle = self._abandoned.popleft()
+                each = self._begun.popleft()
+            except IndexError:  # another thread does the same
+                break
+            work = each()
+            if work is not None and not work.is_settled:
+                found.append(work)
+                self._begun.append(each)
+        return found
+
+    def under_way(self) -> list[Callable[[], object]]:
+        """Return what waits for the collectives of this rank that nobody has waited for yet."""
+        waiting: list[Callable[[], object]] = [work.settle for work in self._unsettled()]
+        for _ in range(len(self.abandoned)):
+            try:
+                pieces, in_order = self.abandoned.popleft()
+            except IndexError:  # another thread does the same
+                break
+            if in_order:
+                waiting.append(partial(self._finish, pieces))
+            else:  # the other half of a send or receive may come after the barrier
+                self.abandoned.append((pieces, in_order))
+        return waiting
+
+    def abandon(self, pieces: list[Piece], in_order: bool) -> None:
+        """End operations for which nobody waits, once they are done.
+
+        in_order: whether all ranks have them in one order, as collectives. It does not block and
+        takes no lock, because the garbage collector may call it anywhere. It copies nothing either:
+        the caller may be within a mode of torch. What has to be copied waits for the next
+        operation.
+        """
+        self.abandoned.append((pieces, in_order))
+        self.end_abandoned(copies=False)
+
+    def end_abandoned(self, copies: bool = True) -> None:
+        """Finish those of them that are done; the others are looked at again.
+
+        copies: whether also those whose output is not in place.
+        """
+        for _ in range(len(self.abandoned)):
+            try:
+                each = pieces, in_order = self.abandoned.popleft()
             except IndexError:  # another thread does the same
                 return
-            # What it raises would have been for those who wait; an unknown handle is done.
-            with contextlib.suppress(Exception):
-                if self.operations.poll(handle):
-                    # What is done may still be copied to its GPU.
-                    keep_all(self.operations.synchronize(handle))
+            ends = copies or all(isinstance(finish, InPlace) for _, finish in pieces)
+            with contextlib.suppress(Exception):  # an unknown handle is done
+                if ends and all(self.operations.poll(handle) for handle, _ in pieces):
+                    self._finish(pieces, in_order)
                 else:
-                    self._abandoned.append(handle)
+                    self.abandoned.append(each)
+
+    def _finish(self, pieces: list[Piece], in_order: bool = True) -> None:
+        try:
+            for handle, finish in pieces:
+                output = self.operations.synchronize(handle)
+                if isinstance(finish, InPlace):
+                    keep_all(output)  # what is done may still be copied to its GPU
+                else:
+                    finish(output)
+        except Exception as error:
+            if in_order:
+                self._unseen.add(error)
+
+    def raise_unseen(self) -> None:
+        """Raise what collectives have raised for whose end nobody waits."""
+        unseen, self._unseen = self._unseen, Failures()
+        unseen.raise_first()
 
     def shutdown(self) -> None:
         """End the world on every rank: operations that are pending there fail."""

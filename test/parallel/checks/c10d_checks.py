@@ -277,6 +277,59 @@ def check_reduce_scatters() -> None:
         assert "reduce_scatter" in wrong
 
 
+def check_reduce_scatters_of_parts_that_differ_in_size() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    shapes = [(other, 3) for other in range(size)]  # rank 0's is empty
+    with process_group():
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+            part = torch.full(shapes[rank], 1, dtype=dtype)
+            given = [mine(shape, dtype, salt) for salt, shape in enumerate(shapes)]
+            dist.reduce_scatter(part, given)
+            assert_same(part, sum(of(other, shapes[rank], dtype, rank) for other in range(size)))
+        ones = [torch.full(shape, 1 << rank) for shape in shapes]
+        turned = torch.empty(3, rank, dtype=torch.int64).t()
+        work = dist.reduce_scatter(turned, ones, dist.ReduceOp.BOR, async_op=True)
+        assert work.get_future().wait()[0] is turned or work.result()[0] is turned
+        assert_same(turned, torch.full(shapes[rank], (1 << size) - 1))
+        part = torch.full(shapes[rank], -1.0)
+        dist.reduce_scatter(part, [float(size) * one for one in ones], dist.ReduceOp.AVG)
+        assert_same(part, torch.full(shapes[rank], (1 << size) - 1.0))
+        wrong = raised(ValueError, lambda: dist.reduce_scatter(ones[0].new_empty(50), ones))
+        assert f"50 elements in that of rank {rank}" in wrong
+
+
+def check_roots_that_do_not_exist() -> None:
+    tensor = torch.ones(2)
+    with process_group():
+        group = dist.group.WORLD
+        calls: list[tuple[Any, Callable[[Any], object]]] = [
+            (dist.ReduceOptions, lambda options: group.reduce([tensor], options)),
+            (dist.GatherOptions, lambda options: group.gather([], [tensor], options)),
+            (dist.ScatterOptions, lambda options: group.scatter([tensor], [], options)),
+            (dist.BroadcastOptions, lambda options: group.broadcast([tensor], options)),
+        ]
+        for kind, call in calls:
+            for root in (-1, hvd.size()):
+                options = kind()
+                options.rootRank = root
+                wrong = raised(ValueError, functools.partial(call, options))
+                assert f"invalid root rank {root}" in wrong, wrong
+        dist.barrier()
+
+
+def check_calls_without_options() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    with process_group():
+        group = dist.group.WORLD
+        given = torch.cat([mine((3,), torch.float32, salt) for salt in range(size)])
+        total = sum(of(other, (3,), torch.float32, rank) for other in range(size))
+        parts = [torch.empty(3) for _ in range(3)]
+        group._reduce_scatter_base(parts[0], given).wait()
+        group.reduce_scatter_tensor_coalesced(parts[1:], [given, given]).wait()
+        for part in parts:
+            assert_same(part, total)
+
+
 def check_all_to_all_with_and_without_splits() -> None:
     size, rank = hvd.size(), hvd.rank()
     with process_group():
