@@ -1,6 +1,7 @@
 """perseusrun whose ranks have ten minutes to end before they are killed.
 
-A job that waits for that clock does not end within the time that a test has, however busy the
+New ranks of an elastic job wait as long for others that were started with them. A job that waits
+for one of these clocks does not end within the time that a test has, however busy the
 machine is: `python patient_perseusrun.py ARGUMENT ...` takes perseusrun's arguments.
 """
 
@@ -11,6 +12,7 @@ import sys
 from typing import Any
 
 from perseus.run import cli
+from perseus.run.elastic import cohort
 from perseus.run.launch import Job, Launcher
 
 
@@ -21,4 +23,5 @@ class PatientLauncher(Launcher):
 
 if __name__ == "__main__":
     vars(cli)["Launcher"] = PatientLauncher
+    vars(cohort)["_LEAST_SECONDS"] = 600.0
     sys.exit(cli.main())

@@ -12,6 +12,7 @@ raise, fail: ValueError, or HorovodInternalError.
 wait: for 3 s, while others want the next world.
 agent: kills the parent, with which all ranks of the host end.
 hosts: writes the event's "text" into DIRECTORY/hosts.
+open: lets a process in that the quirk "gate" holds up, or ends one that "broken" does.
 
 "quirk", if it is there, is one of these, each of which one process has:
 
@@ -24,6 +25,8 @@ meet, halt: rank 2 kills or stops itself when it has met the others of the first
 early, last: the third process ends before it joins, before or after the others have asked to join.
 slow: the third process takes 5 s to load.
 asleep: the first process that comes after another one was killed stops itself before it joins.
+gate, broken: the second process of 127.0.0.1 waits for the event "open" before it joins, or fails
+    then.
 thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks, their sum, and
     the gradient in a DistributedOptimizer that a process has had since it began.
@@ -81,6 +84,8 @@ def happen(state: Any) -> None:
             time.sleep(10)
         elif event["what"] == "wait":
             time.sleep(3)
+        elif event["what"] == "open":
+            (DIRECTORY / "gate").touch()
         else:
             new = DIRECTORY / "hosts.new"
             new.write_text(event["text"])
@@ -160,6 +165,12 @@ if QUIRK in ("early", "last"):
         sys.exit(0)
 if QUIRK == "slow" and os.environ["HOROVOD_LOCAL_RANK"] == "2" and not marked("slow"):
     time.sleep(5)
+is_held_up = os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1"
+if QUIRK in ("gate", "broken") and is_held_up and os.environ["HOROVOD_LOCAL_RANK"] == "1":
+    while not (DIRECTORY / "gate").exists():
+        time.sleep(0.02)
+    if QUIRK == "broken":
+        sys.exit(3)
 if QUIRK == "thread" and os.environ["HOROVOD_HOSTNAME"] == "localhost":
     threading.Thread(target=time.sleep, args=[600]).start()
 if QUIRK == "limit":

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from live_ranks import PATIENT_PERSEUSRUN
 
 RANK = Path(__file__).with_name("elastic_rank.py")
 DISCOVERY = "#!/bin/sh\ncat {}/hosts\n"
@@ -39,9 +41,14 @@ class Job(NamedTuple):
     ends: list[tuple[int, str]]
 
 
-def start(tmp_path: Path, *flags: object, **plan: Any) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path,
+    *flags: object,
+    perseusrun: Sequence[str] = (sys.executable, "-m", "perseus.run"),
+    **plan: Any,
+) -> subprocess.Popen[str]:
     plan = {"steps": 30, "size": 0, "worlds": 1, "events": [], **plan}
-    command = [sys.executable, "-m", "perseus.run", *map(str, flags)]
+    command = [*perseusrun, *map(str, flags)]
     command += [sys.executable, str(RANK), str(tmp_path), json.dumps(plan)]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PERSEUS_", "HOROVOD_"))}
     variables |= {"GLOO_TIMEOUT_SECONDS": "2", "TMPDIR": str(tmp_path)}
@@ -181,6 +188,30 @@ def test_hosts_come_and_go_between_steps(tmp_path: Path) -> None:
     assert [entry.place[3:] for entry in more] == [(0, 2), (0, 1), (1, 2)]
     assert job.output.count("this rank leaves: localhost does not have its slot any more") == 2
     assert "failed" not in job.output
+
+
+@pytest.mark.parametrize(("quirk", "size"), [("gate", 4), ("broken", 3)])
+def test_processes_of_a_new_host_join_one_world(tmp_path: Path, quirk: str, size: int) -> None:
+    """Its second process is ready, or fails, long after the first one is ready."""
+    events = [
+        {"step": 5, "what": "hosts", "text": "localhost:2\n127.0.0.1:2\n"},
+        {"step": 200, "what": "open"},
+    ]
+    flags = ["-np", 2, "--reset-limit", 1, "--host-discovery-script"]
+    flags += [discover(tmp_path, "localhost:2\n")]
+    patient: dict[str, Any] = {"perseusrun": PATIENT_PERSEUSRUN}
+    job = run(tmp_path, *flags, **patient, events=events, size=size, worlds=2, quirk=quirk)
+    expect_success(job, 2, size)
+
+
+def test_a_process_of_a_new_host_that_hangs_does_not_keep_the_other_one_out(tmp_path: Path) -> None:
+    events = [
+        {"step": 5, "what": "hosts", "text": "localhost:1\n127.0.0.1:2\n"},
+        {"step": 5, "what": "open", "size": 2},
+    ]
+    flags = ["-np", 1, "--host-discovery-script", discover(tmp_path, "localhost:1\n")]
+    job = run(tmp_path, *flags, events=events, size=3, worlds=3, quirk="gate")
+    expect_success(job, 1, 2, 3)
 
 
 def test_no_rank_joins_a_job_whose_ranks_are_in_their_second_loop(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_news_stay_in_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "time", lambda: next(days))
     for _ in range(2):
         launcher._news, launcher._news_at = (frozenset(), frozenset()), 0.0
-        launcher._send_news(0.0)
+        launcher._send_news(0.0, 0.0)
     assert 0 < told[0] < told[1]
 
 

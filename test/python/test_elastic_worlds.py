@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from perseus.elastic import HostUpdateResult
 from perseus.run import launch
-from perseus.run.bootstrap.words import Begun, Join, Loop
+from perseus.run.bootstrap.words import Begun, Join, Loop, News
 from perseus.run.elastic import driver
+from perseus.run.elastic.cohort import Cohort
 from perseus.run.elastic.discovery import HostDiscoveryFunction
 from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.elastic.process import Process
@@ -126,7 +128,7 @@ def test_a_new_process_whose_output_file_cannot_be_made_starts_without_it(
     launcher._job = replace(launcher._job, output_directory=str(tmp_path))
     monkeypatch.setattr(launcher, "_connect", lambda *_: SimpleNamespace())
     launcher._started = 2
-    launcher._start_at("a", [("a", 2), ("a", 0)])
+    launcher._start_at("a", [("a", 2), ("a", 0)], Cohort(0.0))
     assert sorted(launcher._processes) == [2, 3]
     for number in launcher._processes:
         launcher._streams[number, b"o"].feed(b"line of %d\n" % number)
@@ -140,7 +142,7 @@ def test_a_new_process_whose_output_file_cannot_be_made_starts_without_it(
     launcher._close_streams([2, 3])
     launcher._epoch, launcher._started = -1, 2
     with pytest.raises(LaunchError, match="File exists"):
-        launcher._start_at("a", [("a", 2)])
+        launcher._start_at("a", [("a", 2)], Cohort(0.0))
 
 
 @pytest.mark.parametrize("most", [None, 2])
@@ -175,6 +177,219 @@ def link() -> Any:
     """The agent of host a."""
     sent: list[bytes] = []
     return SimpleNamespace(**vars(HOST) | {"send": sent.append, "sent": sent})
+
+
+class Change:
+    """Hosts that come to a job whose rank 0 trains on host a, by a clock that the test moves."""
+
+    def __init__(self, launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launcher, self.now = launcher, 1000.0
+        self.hosts = [Host("a", 1)]
+        self._told: list[tuple[int, Any]] = []
+        monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(launcher, "_connect", self._connect)
+        monkeypatch.setattr(launcher, "_tell", lambda each, word: self._told.append((each, word)))
+        watch = SimpleNamespace(hosts=lambda: self.hosts, complaint=lambda: "")
+        vars(launcher).update(_watch=watch, _begun_at=self.now, _started=1)
+        launcher._processes = {0: Process(0, ("a", 0), HOST, 1, 0, has_begun=True)}
+        launcher._world = [(0, Slot(0, "a", 0, 1, 0, 1))]
+        launcher._open_streams(0, 0)
+
+    @staticmethod
+    def _connect(name: str, numbers: list[int]) -> Any:
+        return SimpleNamespace(**vars(HOST) | {"name": name, "running": set(numbers)})
+
+    def come(self, **slots: int) -> None:
+        """Discovery finds these hosts, too, where a process starts for every slot."""
+        self.hosts += [Host(name, count) for name, count in slots.items()]
+        self.step()
+
+    def ask(self, *numbers: int, join: Join = NEW) -> None:
+        """These processes ask for the next world."""
+        for number in numbers:
+            self.launcher._on_word(self.launcher._processes[number], join)
+        self.step()
+
+    def end(self, number: int, status: int = 3) -> None:
+        process = self.launcher._processes[number]
+        self.launcher._rank_exited(process.host, number, status)
+        self.step()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.step()
+
+    def step(self) -> None:
+        self.launcher._step(self.now, self.now)
+
+    def news(self) -> list[int]:
+        """What rank 0 has been told of, except for what it has been told again."""
+        words = [word.change for each, word in self._told if isinstance(word, News)]
+        self._told.clear()
+        return list(dict.fromkeys(words))
+
+    def world(self) -> list[int]:
+        return [number for number, _ in self.launcher._world]
+
+
+@pytest.fixture
+def change(launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch) -> Change:
+    return Change(launcher, monkeypatch)
+
+
+ADDED, REMOVED = int(HostUpdateResult.added), int(HostUpdateResult.removed)
+TRAINED = Join(sync=True, state=True, commits=7)
+
+
+def test_processes_that_were_started_together_are_announced_together(change: Change) -> None:
+    """Each world costs a sync(), a reset callback and one of --reset-limit."""
+    change.come(b=2, c=1)
+    change.wait(7.0)
+    for number in (3, 1):
+        change.ask(number)
+        assert change.news() == []
+        change.wait(1.5)
+    change.ask(2)
+    assert change.news() == [ADDED]
+    change.ask(0, join=TRAINED)
+    assert change.world() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("loads", "bound"), [(7.0, 7.0), (0.5, 2.0)])
+def test_a_process_that_does_not_get_ready_is_waited_for_as_long_as_the_first_one_took(
+    change: Change, loads: float, bound: float
+) -> None:
+    change.come(b=3)
+    change.wait(loads)
+    change.ask(2)
+    change.wait(bound / 2)
+    change.ask(3)
+    change.wait(bound / 2 - 0.125)
+    assert change.news() == []
+    assert change.now + 0.125 in change.launcher._deadlines()
+    # All that came while perseusrun was stopped is read before somebody counts as too late.
+    change.now += 60.0
+    change.launcher._step(change.now, change.now - 60.0)
+    assert change.news() == []
+    change.wait(0.125)
+    assert change.news() == [ADDED]
+    assert change.now - 60.0 not in change.launcher._deadlines()
+    change.ask(0, join=TRAINED)
+    assert change.world() == [0, 2, 3]
+    change.launcher._on_word(change.launcher._processes[0], Begun(2))
+    change.ask(1)
+    assert change.news() == [ADDED]
+
+
+def test_two_that_are_late_do_not_wait_for_each_other(change: Change) -> None:
+    """The others of their start have joined without them."""
+    change.come(b=3)
+    change.wait(4.0)
+    change.ask(1)
+    change.wait(4.0)
+    change.ask(0, join=TRAINED)
+    assert change.world() == [0, 1] and change.news() == [ADDED]
+    change.wait(8.0)
+    change.ask(2)
+    assert change.news() == [ADDED]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_that_ends_while_it_loads_is_not_waited_for(change: Change, status: int) -> None:
+    change.come(b=2)
+    change.wait(7.0)
+    change.ask(1)
+    assert change.news() == []
+    change.end(2, status)
+    assert change.news() == [ADDED]
+
+
+def test_a_process_that_has_lost_its_slot_is_not_waited_for(change: Change) -> None:
+    """Even if its host has not answered yet."""
+    change.come(b=1, c=1)
+    change.launcher._processes[2].host.given_job = False
+    change.wait(7.0)
+    change.ask(1)
+    assert change.news() == []
+    change.hosts.pop()
+    change.step()
+    assert change.news() == [ADDED]
+
+
+def test_nobody_waits_for_processes_of_a_later_start(change: Change) -> None:
+    change.come(b=1)
+    change.wait(7.0)
+    change.come(c=2)
+    change.ask(1)
+    assert change.news() == [ADDED]
+    change.wait(3.0)
+    change.news()
+    change.ask(2)  # the news have been told: they are not taken back
+    assert change.news() == [ADDED]
+
+
+def test_nobody_waits_longer_because_others_are_ready_that_came_later(change: Change) -> None:
+    change.come(b=2)
+    change.wait(1.0)
+    change.come(c=2)
+    change.wait(3.0)
+    change.ask(1)
+    change.wait(3.0)
+    change.ask(3)
+    change.ask(2)  # with which b is complete, but c is not
+    change.wait(0.875)
+    assert change.news() == []
+    change.wait(0.125)
+    assert change.news() == [ADDED]
+
+
+def test_a_world_that_ends_anyway_is_followed_by_one_of_those_that_are_ready(
+    change: Change,
+) -> None:
+    change.come(b=2)
+    change.wait(7.0)
+    change.ask(1)
+    change.ask(0, join=TRAINED)
+    assert change.world() == [0, 1]
+
+
+def test_a_rank_that_is_to_leave_is_told_so_at_once(change: Change) -> None:
+    change.come(b=2)
+    change.wait(7.0)
+    change.ask(1)
+    change.hosts.pop(0)
+    change.step()
+    assert change.news() == [REMOVED | ADDED]
+
+
+def test_ranks_that_need_new_ones_wait_for_all_that_were_started_together(change: Change) -> None:
+    """They are too few without them, and wait in any case. No --elastic-timeout ends that."""
+    launcher = change.launcher
+    launcher._elasticity = replace(launcher._elasticity, least=2, timeout=1.0)
+    change.come(b=3)
+    change.wait(7.0)
+    change.ask(0, join=TRAINED)
+    change.ask(1)
+    assert change.world() == [0]
+    change.wait(3.0)
+    change.ask(3)
+    change.wait(3.875)
+    assert change.world() == [0] and change.now + 0.125 in launcher._deadlines()
+    change.wait(0.125)
+    assert change.world() == [0, 1, 3] and not launcher._ending
+
+
+def test_the_only_rank_with_the_state_waits_for_all_of_a_host_that_takes_its_place(
+    change: Change,
+) -> None:
+    change.come(b=2)
+    change.hosts.pop(0)
+    change.wait(7.0)
+    change.ask(0, join=TRAINED)
+    change.ask(2)
+    assert change.world() == [0]
+    change.ask(1)
+    assert change.world() == [0, 1, 2]
 
 
 def test_new_ranks_cannot_join_ranks_that_have_begun_a_second_loop(
@@ -427,6 +642,6 @@ def test_host_on_which_no_agent_starts_leaves_no_output_open(
 
     monkeypatch.setattr(launcher, "_connect", fail)
     monkeypatch.setattr(launcher, "_print", lambda _: None)
-    launcher._start_at("a", [("a", 1), ("a", 2)])
+    launcher._start_at("a", [("a", 1), ("a", 2)], Cohort(0.0))
     assert launcher._streams == {}
     assert launcher._slots.usable(time.monotonic()) == [("a", 0)]

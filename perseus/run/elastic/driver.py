@@ -4,7 +4,7 @@ The processes of a job have numbers, which are never used twice; a process may b
 every world. All its ranks leave a world when one of them fails, or at a commit after hosts have
 changed. Each then asks to join the next world, which begins once every living rank of the last one
 has asked. New processes start in the background and are announced to the ranks when they have
-asked, so nobody waits for them.
+asked, together if they were started together. So no rank that can train waits for them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from math import inf
 from perseus.run import agent, environment, host_start
 from perseus.run.bootstrap import words
 from perseus.run.bootstrap.addresses import is_loopback, source_address
+from perseus.run.elastic.cohort import Cohort
 from perseus.run.elastic.departures import FAILED_STARTS, Departures, at_fault
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
@@ -81,6 +82,7 @@ class ElasticLauncher(Launcher):
         self._feeds = Feeds(self._tell)
         self._departures = Departures(self._tell, job.grace)
         self._is_feeding = False  # when there were news last
+        self._gathers_until = inf  # how long new ranks that are ready wait for others
         self._begun_at = 0.0
         self._begun = 0  # worlds for which some rank has met all others
         self._last_begun = -1  # of these
@@ -137,6 +139,7 @@ class ElasticLauncher(Launcher):
             found.append(back)
         if any(self._news):
             found.append(self._news_at + _REPEAT_NEWS_SECONDS)
+        found.append(self._gathers_until)
         if self._loading():
             found.append(self._watches_loading.next_at)
         if self._late():
@@ -152,6 +155,7 @@ class ElasticLauncher(Launcher):
     def _step(self, now: float, before: float) -> None:
         """Do whatever the present state asks for. before: as for _check_deadlines()."""
         self._release_ended_hosts()
+        self._gathers_until = inf
         if self._ending:
             return
         self._departures.end_overdue(self._processes.values(), now)
@@ -170,7 +174,7 @@ class ElasticLauncher(Launcher):
             self._begin_world()
         else:
             self._check_patience(now, before)
-        self._send_news(now)
+        self._send_news(now, before)
         self._watches_loading.look(self._loading(), now)
         self._ask_late(now)
 
@@ -252,10 +256,11 @@ class ElasticLauncher(Launcher):
         for place in wanted:
             if place not in present:
                 new.setdefault(place[0], []).append(place)
+        cohort = Cohort(now)
         for name, places in new.items():
-            self._start_at(name, places)
+            self._start_at(name, places, cohort)
 
-    def _start_at(self, name: str, places: list[Place]) -> None:
+    def _start_at(self, name: str, places: list[Place], cohort: Cohort) -> None:
         """Start an agent on a host, which will start a process for each place."""
         numbers = list(range(self._started, self._started + len(places)))
         self._started += len(places)
@@ -269,7 +274,7 @@ class ElasticLauncher(Launcher):
             return
         host.shared_by = max(self._slots.slots_of(name), len(places))
         for number, place in zip(numbers, places, strict=True):
-            self._processes[number] = Process(number, place, host)
+            self._processes[number] = Process(number, place, host, cohort=cohort)
 
     def _is_under_way(self) -> bool:
         return self._epoch >= 0
@@ -342,6 +347,8 @@ class ElasticLauncher(Launcher):
                 self._last_begun = self._epoch
         elif isinstance(word, words.Join):
             process.request = word
+            if process.epoch < 0:
+                process.cohort.on_ready(time.monotonic())
             self._state_exists = self._state_exists or word.state is True
             self._on_join(process)
         elif isinstance(word, words.Fed):
@@ -431,7 +438,8 @@ class ElasticLauncher(Launcher):
         ]
 
     def _may_begin(self, before: float) -> bool:
-        count = len(self._candidates())
+        candidates = self._candidates()
+        count = len(candidates)
         if self._epoch < 0:
             # Those that start together begin together, as long as they live and are not too slow.
             wanted = set(self._wanted(time.monotonic()))
@@ -439,10 +447,26 @@ class ElasticLauncher(Launcher):
             too_slow = self._give_up_at is not None and before >= self._give_up_at
             return count >= self._elasticity.start and (count == len(awaited) or too_slow)
         members = self._members()
-        waits = all(each.request is not None for each in members)
-        if not members:
+        if not members or any(each.request is None for each in members):
             return False
-        return waits and count >= self._elasticity.least
+        # Survivors that are enough go on at once. Others have to wait for new ranks in any case.
+        survivors = sum(each.epoch == self._epoch for each in candidates)
+        least = self._elasticity.least
+        return survivors >= least or (count >= least and not self._gathers(before))
+
+    def _gathers(self, before: float) -> bool:
+        """Return whether new ranks that are ready wait for others that were started with them.
+
+        So they join one world, instead of one each. before: as for _check_deadlines().
+        """
+        ready = {each.cohort for each in self._candidates() if each.epoch != self._epoch}
+        wanted = set(self._wanted(time.monotonic()))
+        others = [each for each in self._starting() if each.place in wanted]
+        until = min((cohort.waits_until for cohort in ready), default=-inf)
+        if before >= until or not any(each.cohort in ready for each in others):
+            return False
+        self._gathers_until = until
+        return True
 
     def _begin_world(self) -> None:
         elasticity = self._elasticity
@@ -550,8 +574,12 @@ class ElasticLauncher(Launcher):
         needed = elasticity.start if is_first else elasticity.least
         slots = len(self._wanted(now))
         asked = [each.request is not None for each in members]
-        # Ranks that still train need nobody else. Those of the first world may still be loading.
-        waits = (slots < needed or any(asked)) if is_first else all(asked)
+        # Ranks that still train need nobody else. Those of the first world may still be loading,
+        # and later ones that are enough wait for those that were started with them.
+        if is_first:
+            waits = slots < needed or any(asked)
+        else:
+            waits = all(asked) and len(self._candidates()) < needed
         if not waits:
             self._give_up_at = None
             return
@@ -599,8 +627,8 @@ class ElasticLauncher(Launcher):
 
     # ---- changes ---------------------------------------------------------------------------------
 
-    def _send_news(self, now: float) -> None:
-        """Tell the ranks that others are to go, or have come."""
+    def _send_news(self, now: float, before: float) -> None:
+        """Tell the ranks that others are to go, or have come. before: as for _check_deadlines()."""
         members = self._members()
         wanted = set(self._wanted(now))
         removed = frozenset(each.number for each in members if each.place not in wanted)
@@ -609,6 +637,8 @@ class ElasticLauncher(Launcher):
         if len(training) == len(members):
             self._feeds.begin(training, new, self._loading(), now)
         feeding = self._feeds.are_under_way(self._processes.values(), now)
+        if not (removed or self._news[1]) and self._gathers(before):
+            new = []
         news = removed, frozenset(each.number for each in new)
         is_new = bool(frozenset().union(*news) - frozenset().union(*self._news))
         is_new |= any(news) and feeding != self._is_feeding
@@ -622,14 +652,18 @@ class ElasticLauncher(Launcher):
             if process.request is None:
                 self._tell(process, words.News(time.monotonic(), change, feeding))
 
-    def _loading(self) -> list[Process]:
-        """Return the processes that have been started and have not asked for a world yet."""
+    def _starting(self) -> list[Process]:
+        """Return the processes that have not asked for a world yet, on any host."""
         return [
             each
             for each in self._processes.values()
-            if each.epoch < 0 and each.request is None and each.host.given_job
+            if each.epoch < 0 and each.request is None
             if not each.dismissed and not each.is_killed
         ]
+
+    def _loading(self) -> list[Process]:
+        """Return those of them that run, since their hosts have answered."""
+        return [each for each in self._starting() if each.host.given_job]
 
     def _late(self) -> list[Process]:
         """Return the ranks for which others wait that have left the world, or cannot begin it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from perseus.run.bootstrap.words import Join
+from perseus.run.elastic.cohort import Cohort
 from perseus.run.elastic.slots import Place
 from perseus.run.link import HostLink
 
@@ -36,6 +37,7 @@ class Process:
     first_local_rank: int | None = None  # in the first world that it was in
     loop: int = 0  # of elastic training: so many it has begun
     unread: bytes = b""
+    cohort: Cohort = field(default_factory=lambda: Cohort(time.monotonic()))
 
     @property
     def has_state(self) -> bool:
