@@ -2,7 +2,8 @@
 
 Without a list around the tensor, without options, or with the options' values themselves. torch
 calls some itself: DDP with unused parameters does in join(). And tensors that functional
-collectives return, for which c10d's dispatcher waits. Pure functions, thread-safe.
+collectives return, for which c10d's dispatcher waits. Profilers of torch see the calls. Pure
+functions, thread-safe.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ def in_all_forms(group: type[Collectives]) -> type[Collectives]:
 
 
 def _taking_results(method: Callable[..., Any]) -> Callable[..., Any]:
+    label = f"perseus:{method.__name__}"
+
     @functools.wraps(method)
     def taking_results(group: Collectives, *given: Any, **named: Any) -> Any:
         named = {name: _with_memory(each) for name, each in named.items()}
-        return method(group, *[_with_memory(each) for each in given], **named)
+        parts = [_with_memory(each) for each in given]
+        if not torch._C._autograd._profiler_enabled():
+            return method(group, *parts, **named)
+        with torch.profiler.record_function(label):
+            return method(group, *parts, **named)
 
     return taking_results
 

@@ -178,6 +178,23 @@ def check_whoever_watches_operations_sees_collectives() -> None:
         assert len(hooked) == 1
 
 
+def check_a_profiler_sees_collectives() -> None:
+    with process_group():
+        tensor = mine((9,), torch.float32)
+        outputs = [torch.empty(9) for _ in range(hvd.size())]
+        with torch.profiler.profile() as profile:
+            dist.all_gather(outputs, tensor)
+            dist.all_reduce(tensor, async_op=True).wait()
+            dist.broadcast(tensor, 0)
+            dist.barrier()
+        seen = {event.key: event.count for event in profile.key_averages()}
+        for name in ("allgather", "allreduce", "broadcast", "barrier"):
+            # From torch 2.14 on, they pass its dispatcher, or their ranges would be there twice.
+            label = name if name == "barrier" else f"{name}_"
+            label = f"c10d::{label}" if backend.IS_BACKEND else f"perseus:{name}"
+            assert seen.get(label) == 1, seen
+
+
 def check_a_wait_ends_in_time_and_may_be_repeated() -> None:
     with process_group():
         tensor = mine((9,), torch.float32)
