@@ -188,7 +188,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = multiplier
         else:
             base = multiplier
-            self.staircase = True
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -214,6 +214,9 @@ def check_the_learning_rate_follows_a_schedule() -> None:
     watch, _ = _fit(make(0.2, lambda epoch: 1 + epoch, staircase=False, steps_per_epoch=8))
     steps = [1 + epoch + batch / 8 for epoch in range(3) for batch in range(4)]
     assert np.allclose(watch.rates, [0.2 * step for step in steps])
+    watch, _ = _fit(make(0.1, 0.5, start_epoch=1, end_epoch=3, staircase=False), epochs=4)
+    decayed = [0.1 * 0.5 ** (step / 4) for step in range(8)]
+    assert np.allclose(watch.rates, [0.01] * 4 + decayed + decayed[-1:] * 4), watch.rates
     assert "initial_lr" in message_of(ValueError, make, None, 0.5)
 
 
