@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
         self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
     ) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend = keras.backend
         self.root_rank = checked_root(root_rank, "keras")
         self.device = device
         self.broadcast_done = False
@@ -139,7 +139,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        self.backend = backend
+        self.backend = keras.backend
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -173,12 +173,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         super().__init__()
         if initial_lr is None:
             raise ValueError("Parameter `initial_lr` is required")
-        self.backend = backend
+        self.backend = keras.backend
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.momentum_correction = momentum_correction
         self.initial_lr = initial_lr
-        self.restore_momentum: float | None = None  # nothing to restore, see _set
+        self.restore_momentum: Any = None  # for subclasses, see _restore_momentum_if_needed
         self.steps_per_epoch = steps_per_epoch
         self._detected_steps: int | None = None
         self.current_epoch: int | None = None
@@ -197,13 +197,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         only the present ones. Where Keras does not know them, those of the last fit count.
         """
         if not self.staircase and self.steps_per_epoch in (None, 0, self._detected_steps):
-            found = self.params.get("steps") or self._detected_steps
-            self.steps_per_epoch = self._detected_steps = found
-            if not found:
-                raise ValueError(
-                    f"Could not autodetect the number of steps per epoch. Please specify the "
-                    f"steps_per_epoch parameter to the {type(self).__name__}()"
-                )
+            self.steps_per_epoch = self._detected_steps = self._autodetect_steps_per_epoch()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the epoch."""
@@ -215,12 +209,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         if not self.staircase:
-            self._set(self.multiplier(epoch + batch / (self.steps_per_epoch or 1)))
+            self._adjust_learning_rate(epoch + batch / (self.steps_per_epoch or 1))
         elif batch == 0:
-            self._set(self.multiplier(epoch))
+            self._adjust_learning_rate(epoch)
 
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Do nothing: momentum need not be restored."""
+        """Restore the momentum, if a subclass has changed it for this batch."""
+        self._restore_momentum_if_needed()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the learning rate as `lr`."""
@@ -230,9 +225,31 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def _rate(self) -> float:
         return float(_value(self.model.optimizer.learning_rate))
 
-    def _set(self, factor: float) -> None:
+    # Scripts override the following three, by these names of Horovod's.
+
+    def _autodetect_steps_per_epoch(self) -> int:
+        """Return the batches of an epoch as Keras knows them; ValueError if it never has."""
+        found: int | None = self.params.get("steps") or self._detected_steps
+        if not found:
+            raise ValueError(
+                f"Could not autodetect the number of steps per epoch. Please specify the "
+                f"steps_per_epoch parameter to the {type(self).__name__}()"
+            )
+        return found
+
+    def _restore_momentum_if_needed(self) -> None:
+        """Set the optimizer's momentum to restore_momentum, if that is set, and unset it.
+
+        This class never sets it: its correction scales what the momentum has accumulated.
+        """
+        if self.restore_momentum:
+            self.model.optimizer.momentum = self.restore_momentum
+            self.restore_momentum = None
+
+    def _adjust_learning_rate(self, epoch: float) -> None:
+        """Set the rate of an epoch, with a fraction unless staircase; correct the momentum."""
         before = self._rate()
-        rate = self.initial_lr * factor
+        rate = self.initial_lr * self.multiplier(epoch)
         self.model.optimizer.learning_rate = rate
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if not self.momentum_correction or before in (0.0, rate):

@@ -220,6 +220,57 @@ def check_the_learning_rate_follows_a_schedule() -> None:
     assert "initial_lr" in message_of(ValueError, make, None, 0.5)
 
 
+class _Overriding(callbacks.LearningRateScheduleCallback):
+    """Overrides the methods of Horovod's callback that scripts override, and notes the calls."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.calls: list[object] = []
+
+    def _autodetect_steps_per_epoch(self) -> int:
+        return 2 * super()._autodetect_steps_per_epoch()
+
+    def _adjust_learning_rate(self, epoch: float) -> None:
+        self.calls.append(epoch)
+        super()._adjust_learning_rate(epoch)
+
+    def _restore_momentum_if_needed(self) -> None:
+        self.calls.append("restored")
+        super()._restore_momentum_if_needed()
+
+
+def check_a_subclass_overrides_horovods_methods() -> None:
+    own = _Overriding(0.2, lambda epoch: 1 + epoch, end_epoch=1, staircase=False)
+    watch, _ = _fit(own, epochs=2)
+    steps = [batch / 8 for batch in range(4)]
+    assert np.allclose(watch.rates, [0.2 * (1 + step) for step in [*steps, *steps[-1:] * 4]])
+    adjusted = [call for step in steps for call in (step, "restored")]
+    assert own.calls == adjusted + ["restored"] * 4, own.calls
+    by_epoch = _Overriding(0.2, lambda epoch: 1 + epoch)
+    _fit(by_epoch, epochs=2)
+    assert [call for call in by_epoch.calls if call != "restored"] == [0, 1], by_epoch.calls
+
+
+def check_a_subclass_changes_momentum_for_one_batch() -> None:
+    class Own(callbacks.LearningRateScheduleCallback):
+        def _adjust_learning_rate(self, epoch: float) -> None:
+            self.restore_momentum = self.model.optimizer.momentum
+            self.model.optimizer.momentum = 0.25
+
+    assert Own(0.1, 0.5).backend is keras.backend
+    found = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None) -> None:
+            found.append(self.model.optimizer.momentum)
+
+        on_train_batch_end = on_train_batch_begin
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.75))
+    _fit(Own(0.1, 0.5), Watch(), optimizer=optimizer, epochs=1)
+    assert found == [0.25] + [0.75] * 7, found
+
+
 def check_momentum_is_corrected() -> None:
     # v = m v - lr g, and where lr changes by a factor, so does m in that batch.
     def schedule(epoch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -410,6 +411,63 @@ def check_the_learning_rate_follows_and_momentum_is_corrected() -> None:
         assert rates == sorted(rates)
         assert np.isclose(rates[-1], 0.4)
         assert 0.4 / hvd_tf.size() < rates[0] < 0.3
+
+
+class _OfSeveral(hvd.callbacks.LearningRateScheduleCallback):
+    """Scales the rates of several optimizers, and their momentum for one batch.
+
+    initial_lr: of each. Like scripts for Horovod, it overrides its callback's methods, and reads
+    and writes by Keras' backend.
+    """
+
+    def on_train_begin(self, logs=None) -> None:
+        self.steps_per_epoch = self._autodetect_steps_per_epoch()
+
+    def _adjust_learning_rate(self, epoch: float) -> None:
+        read, write = self.backend.get_value, self.backend.set_value
+        self.restore_momentum = [read(each.momentum) for each in self.model.optimizers]
+        for each, initial in zip(self.model.optimizers, self.initial_lr, strict=True):
+            before = read(each.lr)
+            write(each.lr, initial * self.multiplier(epoch))
+            write(each.momentum, read(each.momentum) * read(each.lr) / before)
+
+    def _restore_momentum_if_needed(self) -> None:
+        for each, momentum in zip(self.model.optimizers, self.restore_momentum, strict=True):
+            self.backend.set_value(each.momentum, momentum)
+
+    def on_epoch_end(self, epoch: int, logs=None) -> None:
+        logs["rates"] = [float(self.backend.get_value(each.lr)) for each in self.model.optimizers]
+
+
+def check_a_subclass_overrides_horovods_methods() -> None:
+    model, kind = _model(), keras.optimizers.legacy
+    first, second = (hvd.DistributedOptimizer(kind.SGD(0.5, momentum=m)) for m in (0.25, 0.125))
+    model.compile(first, "mse", run_eagerly=True)
+    model.optimizers = [first, second]
+    seen, logged = [], []
+
+    class Watch(keras.callbacks.Callback):
+        def on_batch_begin(self, batch, logs=None):
+            seen.append(tuple(float(x) for o in (first, second) for x in (o.lr, o.momentum)))
+
+        def on_batch_end(self, batch, logs=None):
+            assert (float(first.momentum), float(second.momentum)) == (0.25, 0.125)
+
+        def on_epoch_end(self, epoch, logs=None):
+            logged.append(logs["rates"])
+
+    own = _OfSeveral([0.5, 1.0], lambda epoch: 1 - epoch / 2, staircase=False)
+    _fit(model, epochs=1, callbacks=[own, Watch()])
+    assert own.steps_per_epoch == BATCHES
+    factors = [1 - batch / 2 / BATCHES for batch in range(BATCHES)]
+    changes = [1.0, *(new / old for old, new in pairwise(factors))]
+    expected = [
+        (0.5 * factor, 0.25 * change, factor, 0.125 * change)
+        for factor, change in zip(factors, changes, strict=True)
+    ]
+    expected[0] = (0.5, 0.25, 1.0, 0.25)  # the second one's rate was doubled
+    _close(seen, expected)
+    _close(logged, [(0.5 * factors[-1], factors[-1])])
 
 
 def check_states_are_kept_and_restored() -> None:
