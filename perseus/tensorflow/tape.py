@@ -1,5 +1,6 @@
 """DistributedGradientTape: a tf.GradientTape whose gradients are reduced over all ranks.
 
+Also the function by which optimizers that scripts have written themselves do that.
 Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import tensorflow as tf
@@ -37,8 +38,8 @@ from perseus.tensorflow.residuals import GradientResiduals
 
 _WITHHELD = (
     "[tensorflow] PERSEUS_ACCUMULATE_N_STEPS or PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip: on steps "
-    "that are not to be applied, gradient() gives zeros, which optimizers with momentum still act "
-    "on. Apply gradients only where tape.applies is true, or use DistributedOptimizer."
+    "that are not to be applied, the reduced gradients are zeros, which optimizers with momentum "
+    "still act on. Apply gradients only where tape.applies is true, or use DistributedOptimizer."
 )
 
 
@@ -68,7 +69,7 @@ def _reducer(plan: Plan, sources: Sequence[Any]) -> GradientReducer:
 
 @functools.cache
 def _warn_of_withheld() -> None:
-    warnings.warn(_WITHHELD, stacklevel=4)
+    warnings.warn(_WITHHELD, stacklevel=5)
 
 
 class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
@@ -136,10 +137,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
             lambda g, s: self._reducer(s)(g, s, generic), gradients, sources
         )
         self.applies = True if applies is None else applies
-        if applies is None:
-            return reduced
-        _warn_of_withheld()
-        return [_only_where(applies, gradient) for gradient in reduced]
+        return _zeros_unless(applies, reduced)
 
 
 def _flat(gradients: Any) -> list[Any]:
@@ -150,6 +148,14 @@ def _packed(sources: Any, gradients: Any, flat: list[Any]) -> Any:
     if not tf.nest.is_nested(gradients):
         return flat[0]
     return tf.nest.pack_sequence_as(sources, flat)
+
+
+def _zeros_unless(applies: Any, gradients: list[Any]) -> list[Any]:
+    """Return gradients where they are to be applied, else zeros; applies: None is always."""
+    if applies is None:
+        return gradients
+    _warn_of_withheld()
+    return [_only_where(applies, gradient) for gradient in gradients]
 
 
 def _only_where(applies: Any, gradient: Any) -> Any:
@@ -256,3 +262,45 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name is Horovod's
         for variable in layer.trainable_weights:
             tape.register_local_source(variable)
     return tape
+
+
+def _make_allreduce_grads_fn(
+    name: str,
+    device_dense: str,
+    device_sparse: str,
+    compression: type[Compressor],
+    sparse_as_dense: bool,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[..., list[Any]]:
+    """Return what reduces the gradients of a script's own optimizer, made once for it.
+
+    name: begins the names of its reductions. groups: 0, in scripts for earlier versions of Horovod,
+    is None. The rest: see DistributedGradientTape.
+
+    The result takes (grads, vars=None, use_generic_names=False) and returns a list: None stays
+    None, and steps that are not to be applied give zeros. vars: the gradients' variables. Settings
+    that average these, or need zeros in place of None, raise ValueError without them.
+    """
+    checked_reduction(op, gradient_predivide_factor, compression, process_set, "tensorflow")
+    plan = Plan(
+        op=op,
+        compression=compression,
+        process_set=process_set,
+        predivide_factor=gradient_predivide_factor,
+        groups=references_of(checked_groups(groups or None, 0, "variable", reference_of)),
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    reducer = GradientReducer(f"{name}_Allreduce", plan)
+
+    def allreduce_grads(grads: Any, vars: Any = None, use_generic_names: bool = False) -> list[Any]:
+        gradients = list(grads)
+        sources = gradients if vars is None else list(vars)
+        reduced, applies = reducer(gradients, sources, use_generic_names)
+        return _zeros_unless(applies, reduced)
+
+    return allreduce_grads

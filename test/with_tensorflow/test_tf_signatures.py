@@ -15,7 +15,7 @@ from horovod_face import Face
 
 import perseus.tensorflow
 import perseus.tensorflow.horovod as hvd
-from perseus.tensorflow import gradient_aggregation, gradient_aggregation_eager
+from perseus.tensorflow import gradient_aggregation, gradient_aggregation_eager, mpi_ops
 from perseus.tensorflow.data import compute_service, compute_worker
 
 FACE = Face(
@@ -47,6 +47,22 @@ def test_names():
     assert perseus.tensorflow.elastic is hvd.elastic
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = perseus.tensorflow.nothing
+
+
+def test_names_that_scripts_use_although_they_begin_with_an_underscore():
+    for name in ("_allreduce", "_grouped_allreduce", "_reducescatter", "_grouped_reducescatter"):
+        assert getattr(hvd, name) is getattr(mpi_ops, name)
+    assert hvd._LegacyOptimizer is tf.compat.v1.train.Optimizer
+    made = hvd.DistributedOptimizer.__globals__["_DistributedOptimizer"]
+    assert hvd._DistributedOptimizer is made
+    horovods = FACE.names["DistributedOptimizer"]["instance_methods"]["__init__"]
+    FACE.expect_parameters("DistributedOptimizer", hvd._DistributedOptimizer, horovods)
+    # Horovod's has no defaults; scripts for its earlier versions give fewer arguments.
+    horovods = (
+        "name, device_dense, device_sparse, compression, sparse_as_dense, op=Average, "
+        "gradient_predivide_factor=1.0, groups=None, process_set=global_process_set"
+    )
+    FACE.expect_parameters("", hvd._make_allreduce_grads_fn, horovods)
 
 
 def test_package_alone_loads_no_face():

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+import tensorflow as tf
+
 from perseus.basics import (
     abort,
     ccl_built,
@@ -68,6 +70,10 @@ from perseus.tensorflow.mpi_ops import (
     Min,
     Product,
     Sum,
+    _allreduce,  # noqa: F401 - scripts use these four, although they begin with an underscore
+    _grouped_allreduce,  # noqa: F401
+    _grouped_reducescatter,  # noqa: F401
+    _reducescatter,  # noqa: F401
     allgather,
     alltoall,
     broadcast,
@@ -81,7 +87,10 @@ from perseus.tensorflow.mpi_ops import (
     rank_op,
     size_op,
 )
-from perseus.tensorflow.optimizer import DistributedOptimizer
+from perseus.tensorflow.optimizer import (
+    DistributedOptimizer,
+    _DistributedOptimizer,  # noqa: F401 - scripts ask whether an optimizer is one
+)
 from perseus.tensorflow.reductions import (
     allreduce,
     grouped_allreduce,
@@ -91,7 +100,11 @@ from perseus.tensorflow.reductions import (
 from perseus.tensorflow.residuals import GradientResiduals
 from perseus.tensorflow.rotation import synchronize_parameters
 from perseus.tensorflow.sync_batch_norm import SyncBatchNormalization
-from perseus.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from perseus.tensorflow.tape import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+    _make_allreduce_grads_fn,  # noqa: F401 - scripts' own optimizers use it
+)
 
 __all__ = [
     "Adasum",
@@ -175,6 +188,8 @@ __all__ = [
     "vars_to_refs",
 ]
 
+
+_LegacyOptimizer = tf.compat.v1.train.Optimizer  # scripts derive optimizers from it
 
 # Imported when a script asks for them: `hvd.keras.callbacks`, `hvd.elastic.run`.
 _LATER = {

@@ -65,6 +65,14 @@ def check_allreduce_of_every_dtype_and_shape() -> None:
             assert_equal(got, either if dtype == tf.bool else all_ranks.sum(axis=0))
 
 
+def check_a_list_of_numbers_is_a_tensor() -> None:
+    """As in hvd._allreduce([0], name="Barrier")."""
+    for way, run in WAYS.items():
+        total = run(lambda way=way: hvd._allreduce([hvd.rank(), 7], name=f"Barrier.{way}"))
+        assert total.dtype == tf.int32
+        assert_equal(total, [sum(range(hvd.size())), 7 * hvd.size()])
+
+
 def check_operations_and_factors() -> None:
     all_ranks = everyone((31,))
     for op, expected in {

@@ -166,6 +166,40 @@ def check_monitored_training_session_with_the_hook() -> None:
         _assert_close(trained, _train_in_session(_adam, _global()))
 
 
+class _Own(hvd._LegacyOptimizer):
+    """A script's optimizer, which reduces by Horovod's function; every second pass, if it helps."""
+
+    def __init__(self, optimizer: Any, passes: int = 1) -> None:
+        super().__init__(False, "Own")
+        self._optimizer = optimizer
+        self._reduce = hvd._make_allreduce_grads_fn(
+            "Own", "", "", hvd.Compression.none, False, hvd.Average, 1.0, None
+        )
+        self._passes = hvd.LocalGradientAggregationHelper(
+            passes, self._reduce, False, True, hvd.rank(), "optimizer_type_legacy"
+        )
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        gradients, found = zip(*pairs, strict=True)
+        return list(zip(self._passes.compute_gradients(gradients, found), found, strict=True))
+
+    def apply_gradients(self, pairs: Any, global_step: Any = None, name: Any = None) -> Any:
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step, name)
+
+        return self._passes.apply_gradients(apply, self._optimizer, pairs, global_step)
+
+
+def check_optimizers_of_scripts_reduce_by_horovods_function() -> None:
+    for passes in (1, 2):
+        shares = [batch for batch in _shares() for _ in range(passes)]
+        mine = _train_in_session(lambda passes=passes: _Own(_sgd(), passes), shares)
+        _assert_close(mine, _train_in_session(_sgd, _global()))
+        assert_equal_on_all_ranks(mine)
+    assert isinstance(hvd.DistributedOptimizer(_sgd()), hvd._DistributedOptimizer)
+
+
 def check_backward_passes_per_step() -> None:
     """Two passes on halves of a share, summed or averaged, then one step."""
     halves = [half for batch in _shares() for half in (batch[: BATCH // 2], batch[BATCH // 2 :])]

@@ -364,6 +364,59 @@ def check_groups_of_variables() -> None:
             np.testing.assert_allclose(gradient, [(i + 1) * (_mean_rank() + 1)], rtol=1e-6)
 
 
+def _own_gradients(rank: int) -> list:
+    """Of a script's own making: dense, none, sparse, half-precision."""
+    shape = tf.constant([hvd.size(), 2])
+    rows = tf.IndexedSlices(tf.constant([[1.0 + rank, 2.0]]), tf.constant([rank]), shape)
+    return [tf.constant([1.0, 10.0 * rank]), None, rows, tf.constant(3.0 * rank, tf.float16)]
+
+
+def check_scripts_reduce_gradients_by_horovods_function() -> None:
+    """As optimizers of their own do; without variables, and with as many arguments as it had."""
+    size, own = hvd.size(), _own_gradients(hvd.rank())
+    several = [tf.Variable(0.0, name=f"v{i}") for i in range(len(own))]
+    means = [
+        np.array([1.0, 10.0 * _mean_rank()]),
+        np.array([[1.0 + rank, 2.0] for rank in range(size)]) / size,
+        np.array(3.0 * _mean_rank()),
+    ]
+    for number, (sparse_as_dense, arguments, given, factor) in enumerate(
+        (
+            (True, (), (), 1),
+            (True, (hvd.Average, 2.0, 0), (), 1),
+            (False, (hvd.Sum,), (several,), size),
+            (True, (hvd.Sum, 1.0, 2), (several,), size),
+            (True, (hvd.Average, 1.0, [several[:1], several[2:]]), (several, True), 1),
+        )
+    ):
+        make = hvd._make_allreduce_grads_fn
+        name, none = f"Own{number}", hvd.Compression.none
+        reduce = make(name, "", "", none, sparse_as_dense, *arguments)
+        for run in (reduce, tf.function(reduce)):
+            dense, missing, sparse, half = run(own, *given)
+            assert missing is None
+            assert isinstance(sparse, tf.IndexedSlices) != sparse_as_dense
+            assert half.dtype == tf.float16
+            for mine, mean in zip((dense, tf.convert_to_tensor(sparse), half), means, strict=True):
+                np.testing.assert_allclose(mine, mean * factor, rtol=1e-3)
+    text = raised(ValueError, lambda: make("Own", "", "", none, False, hvd.Sum, 2.0))
+    assert "gradient_predivide_factor" in text
+
+
+def check_horovods_function_gives_zeros_in_steps_that_are_not_applied() -> None:
+    variable, rank = tf.Variable([1.0, 1.0]), hvd.rank()
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        none = hvd.Compression.none
+        reduce = hvd._make_allreduce_grads_fn("Held", "", "", none, False, hvd.Sum)
+        for step in range(4):
+            gradient, other = reduce([tf.constant([1.0, rank]), None], [variable, variable])
+            last = step % 2
+            total = [2 * hvd.size() * last, 4 * _mean_rank() * hvd.size() / 2 * last]
+            np.testing.assert_allclose(gradient, total)
+            np.testing.assert_allclose(other, [0.0, 0.0])
+        raised(ValueError, lambda: reduce([tf.constant([1.0]), None]))
+
+
 def check_process_sets() -> None:
     with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
         members = hvd.add_process_set([hvd.size() - 1])
@@ -373,5 +426,9 @@ def check_process_sets() -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(variable * (hvd.rank() + 1.0))
             gradient = hvd.DistributedGradientTape(tape, **options).gradient(loss, variable)
+            np.testing.assert_allclose(gradient, [expected], rtol=1e-6)
+            none = hvd.Compression.none
+            reduce = hvd._make_allreduce_grads_fn("Some", "", "", none, False, **options)
+            (gradient,) = reduce([tf.constant([hvd.rank() + 1.0])])
             np.testing.assert_allclose(gradient, [expected], rtol=1e-6)
         hvd.remove_process_set(members)
