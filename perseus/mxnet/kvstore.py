@@ -29,6 +29,7 @@ from perseus.mxnet.kvstore_arguments import (
     check_shape,
     checked_op,
     pairs,
+    share_arrays,
     single_pairs,
     with_rows,
 )
@@ -172,9 +173,12 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, then `pull` to `out`, or to `value` itself.
 
-        If no optimizer updates the value, `value` is one array and out is None, the sum is computed
-        in place. The store then has no copy of it, and nothing to pull until the next `push`.
+        If no optimizer updates the value, `value` is one array that no other key has as well, and
+        out is None, the sum is computed in place. The store then has no copy of it, and nothing to
+        pull until the next `push`.
         """
+        if out is None and share_arrays(pairs(key, value)):
+            out = value  # all keys are pushed before one of their results replaces what others push
         if out is not None:
             for each, outs in pairs(key, out):
                 self._check_is_in_use(each, self._held(each, "pushpull"), outs)

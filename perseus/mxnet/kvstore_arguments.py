@@ -44,6 +44,12 @@ def single_pairs(key: Any, value: Any) -> Iterator[tuple[Key, Any]]:
         yield each, given[0]
 
 
+def share_arrays(given: Sequence[tuple[Key, Sequence[Any]]]) -> bool:
+    """Whether several of these keys have an array in common, as the same object."""
+    arrays = [each for _, of_key in given for each in {id(array) for array in of_key}]
+    return len(set(arrays)) < len(arrays)
+
+
 def with_rows(key: Any, out: Any, row_ids: Any) -> Iterator[tuple[Key, Any, Any]]:
     """(key, array, its row numbers) for every array of `out`; row numbers may serve a whole list.
 

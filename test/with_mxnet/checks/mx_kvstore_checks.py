@@ -273,6 +273,37 @@ def check_a_sum_that_pushpull_makes_in_place() -> None:
         assert_equal(array, everyone(SHAPE, salt).sum(axis=0))
 
 
+def check_keys_that_share_arrays_get_the_values_of_before_pushpull() -> None:
+    """As in MXNet, which pushes all keys before it pulls the first one; the last one's value stays.
+
+    mx.cpu(1) is another device of this rank.
+    """
+    keys, starts = ["a", "b", "c"], [0.0, 100.0, 200.0]
+    for devices in (1, 2):
+        total = sum(everyone(SHAPE, device).sum(axis=0) for device in range(devices))
+        for updates in (False, True):
+            kv = _store()
+            kv.init(keys, [mx.nd.full(SHAPE, start) for start in starts])
+            if updates:
+                kv._set_updater(lambda _, gradient, stored: stored.__iadd__(gradient))
+            shared = [mine(SHAPE, salt=each).as_in_context(mx.cpu(each)) for each in range(devices)]
+            own = [mine(SHAPE, salt=each).as_in_context(mx.cpu(each)) for each in range(devices)]
+            kv.pushpull(keys, [shared, own, shared])
+            assert [array.context for array in shared] == [mx.cpu(i) for i in range(devices)]
+            stored = [start * updates + total for start in starts]
+            for array in shared:
+                assert_equal(array, stored[2])
+            for array in own:
+                assert_equal(array, stored[1])
+            for key, value in zip(keys, stored, strict=True):
+                assert_equal(_pulled(kv, key), value)
+    # Distinct arrays are summed in place, also if there are several keys.
+    kv = _store()
+    kv.init(keys, [mine(SHAPE)] * 3)
+    kv.pushpull(keys, [mine(SHAPE) for _ in keys])
+    assert all(kv._values[key].is_given_out for key in keys)
+
+
 def check_compression_of_gradients() -> None:
     assert "'2bit'" not in raised(
         ValueError, lambda: _store().set_gradient_compression({"type": "3bit"})
