@@ -250,6 +250,30 @@ def check_sparse_gradients_of_a_trainer() -> None:
     )
 
 
+def check_zero_grad_lets_ranks_use_different_layers() -> None:
+    """Where the store runs the updates; without it, old gradients are pushed again."""
+    for zeroes in (True, False):
+        both = gluon.ParameterDict()
+        first, second = (both.get(name, shape=(1,), init="zeros") for name in ("first", "second"))
+        both.initialize()
+        options = {"learning_rate": 1.0}
+        trainer = gluon.Trainer(both, "sgd", options, kvstore="dist_sync_perseus")
+        for step in range(3):
+            if zeroes:
+                both.zero_grad()
+            with autograd.record():
+                if step == 0:
+                    loss = first.data() + 10 * second.data()
+                else:
+                    loss = first.data() if hvd.rank() == 0 else 10 * second.data()
+            loss.backward()
+            trainer.step(1, ignore_stale_grad=True)
+        size = hvd.size()
+        fresh = (size + 2, size + 2 * (size - 1)) if zeroes else (3 * size, 3 * size)
+        assert_equal(first.data(), [-fresh[0]])
+        assert_equal(second.data(), [-10 * fresh[1]])
+
+
 def _sparse(rows: dict[int, int], shape=(WORDS, WIDTH), dtype="float32"):
     """Row-sparse: each row filled with a number."""
     if not rows:
