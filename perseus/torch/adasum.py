@@ -130,9 +130,9 @@ class AdasumOptimizer(torch.optim.Optimizer):
         """Combine the steps of those that have joined or become trainable; let go what is gone."""
         parameters, known = self._parameters, self._reducer.named
         if parameters.have_changed(self.param_groups):
-            present = parameters.update(self.param_groups)
-            trained = [p for p in present if p.requires_grad or p in known]
-            self._reducer.take({p: parameters.names[p] for p in trained})
+            parameters.update(self.param_groups)
+            present = parameters.named(self.param_groups)
+            self._reducer.take({p: name for name, p in present if p.requires_grad or p in known})
 
 
 _Saved = tuple[dict[Any, Any], list[dict[str, Any]]]

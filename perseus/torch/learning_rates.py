@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
 import torch
 
 _UNKNOWN = (0.0, 0.0)
+_NONE: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
 
 def steps_of(
-    optimizer: torch.optim.Optimizer, kind: type
+    optimizer: torch.optim.Optimizer,
+    kind: type,
+    models: Mapping[torch.Tensor, torch.Tensor] = _NONE,
 ) -> Callable[[list[torch.Tensor]], tuple[float, float]]:
     """Return a function that returns the rate and the momentum of the parameters' next step.
 
     kind: the class whose step() is taken. The optimizer's own, which may also be collected, and may
         load other rates, is derived from it.
+    models: see Parameters. The steps of the model's parameters are those of their master weights.
 
     It returns 0 for what is not known: if the parameters' rates or momenta differ or their group
     has been removed, and if steps are not proportional to both the rate and the gradient. Those of
@@ -26,7 +31,7 @@ def steps_of(
     """
     if kind is not torch.optim.SGD:
         return _unknown
-    group_of = _places(optimizer)
+    group_of = _places(optimizer, models)
     known = ref(optimizer)
 
     def step_of(parameters: list[torch.Tensor]) -> tuple[float, float]:
@@ -37,7 +42,7 @@ def steps_of(
         try:
             places = {group_of[id(parameter)] for parameter in parameters}
         except KeyError:  # one has joined since, or gone
-            group_of.update(_places(alive))
+            group_of.update(_places(alive, models))
             places = {group_of.get(id(parameter), len(groups)) for parameter in parameters}
         if max(places) >= len(groups):
             return _UNKNOWN
@@ -54,10 +59,12 @@ def steps_of(
     return step_of
 
 
-def _places(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+def _places(
+    optimizer: torch.optim.Optimizer, models: Mapping[torch.Tensor, torch.Tensor]
+) -> dict[int, int]:
     """The groups of parameters, by id, so that the optimizer and callers let these end."""
     return {
-        id(parameter): index
+        id(models.get(parameter, parameter)): index
         for index, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }

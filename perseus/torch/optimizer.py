@@ -52,6 +52,12 @@ _RACE = (
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
 
+_COPIED_TOO_EARLY = (
+    "[torch] optimizer.step() had to reduce gradients that the script had already copied to master "
+    "weights: call optimizer.synchronize() after loss.backward(), before they are copied, and "
+    "step() within optimizer.skip_synchronize()"
+)
+
 
 class _NotApplied(Exception):  # noqa: N818 - it ends a step and reaches no caller
     """A closure's gradients are not to be applied, so the wrapped optimizer takes no step."""
@@ -156,14 +162,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         Parameters that have joined the optimizer since the last step, in new groups or in place of
         others, or have become trainable, are reduced as well, from now on; those that are in no
-        group any more, for the last time. They must be the same on all ranks. Raises ValueError for
-        joining ones if hosts average parameters instead of gradients.
+        group any more, for the last time. They must be the same on all ranks. Where a copy in a
+        wider dtype has taken the place of a parameter, as master weights do, the latter's gradient
+        is reduced, as before. Raises ValueError for joining ones and for master weights if hosts
+        average parameters instead of gradients.
         """
         reducer = self._reducer
         if reducer.begins_world:
             self._follow_world()
         # A new rank of an elastic job knows the present ones only.
-        if reducer.begins_world and reducer.has_begun_only(parameters_of(self)):
+        if reducer.begins_world and reducer.has_begun_only(self._of_model()):
             self._follow_parameters()
         reducer.synchronize()
         # Else not earlier: where a backward pass has reached a parameter that is now gone, its
@@ -182,10 +190,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._takes_part = takes_part
         reducer = self._reducer
         if takes_part:
-            known = [p for p in parameters_of(self) if p.requires_grad and p in reducer.names]
+            known = [p for p in self._of_model() if p.requires_grad and p in reducer.names]
             reducer.add_all(known)
         else:
             reducer.keep([])
+
+    def _of_model(self) -> list[torch.Tensor]:
+        return self._parameters.of_model(self.param_groups)
 
     def _follow_parameters(self) -> list[torch.Tensor]:
         """Let the reducer know those that have joined, become trainable or gone.
@@ -199,25 +210,35 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # The core sums steps by names, so a parameter that has gone goes on with its sum.
         forgets = basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1
         present = parameters.update(self.param_groups, forget=forgets)
-        reducer.step_of = steps_of(self, self._wrapped)
+        reducer.step_of = steps_of(self, self._wrapped, parameters.models)
         if forgets:
             reducer.keep(present)
         reducer.add(joining)
+        if self._takes_part:
+            reducer.refuse(parameters.models)
         return joining
 
     def _joining(self) -> list[torch.Tensor]:
         """Return those whose gradients are to be reduced from now on."""
-        reducer, reduced = self._reducer, self._reducer.parameters()
-        joining = {
-            p: name
-            for name, p in self._parameters.named(self.param_groups)
-            if self._takes_part and p.requires_grad and p not in reduced
-        }
-        if joining and reducer.plan.compression is InsideCompressor:
-            raise ValueError(
-                f"[torch] the parameter {next(iter(joining.values()))} joined the optimizer, or "
-                "became trainable, too late to be averaged between hosts: wrap the optimizer anew"
-            )
+        if not self._takes_part:
+            return []
+        parameters, reduced = self._parameters, self._reducer.parameters()
+        named = zip(self._of_model(), parameters.named(self.param_groups), strict=True)
+        joining = {p: name for p, (name, _) in named if p.requires_grad and p not in reduced}
+        if self._reducer.plan.compression is InsideCompressor:
+            if parameters.models:
+                model = next(iter(parameters.models.values()))
+                raise ValueError(
+                    "[torch] master weights have taken the place of the parameter "
+                    f"{parameters.names[model]} and would be copied over its average between "
+                    "hosts: use them without Compression.rotate, LocalSGD and DiLoCo"
+                )
+            if joining:
+                raise ValueError(
+                    f"[torch] the parameter {next(iter(joining.values()))} joined the optimizer, "
+                    "or became trainable, too late to be averaged between hosts: wrap the "
+                    "optimizer anew"
+                )
         return list(joining)
 
     def _take_turn(self) -> None:
@@ -245,7 +266,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         While PERSEUS_ACCUMULATE_N_STEPS sums gradients, or if a NaN is to be skipped, no rank takes
         a step; a closure is called nevertheless. Raises MismatchError if
-        PERSEUS_PARAMETER_CHECK_N_STEPS finds that parameters differ between ranks.
+        PERSEUS_PARAMETER_CHECK_N_STEPS finds that parameters differ between ranks. Raises
+        ValueError if it reduces gradients that the script has copied to master weights before.
         """
         if self._check.due():
             named = self._parameters.named(self.param_groups)
@@ -294,11 +316,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _synchronize_in_step(self) -> None:
+        has_begun = self._reducer.has_begun()
         self._steps_now = True
         try:
             self.synchronize()
         finally:
             self._steps_now = False
+        # Not earlier, so that other ranks do not wait for this one.
+        if has_begun:
+            self._refuse_copies()
+
+    def _refuse_copies(self) -> None:
+        """Raise ValueError if there are master weights, which got gradients of this rank only."""
+        if self._parameters.models:
+            raise ValueError(_COPIED_TOO_EARLY)
 
     def _take_result(self) -> bool:
         """Return whether the gradients that have been reduced may be applied."""
@@ -321,6 +352,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self._synchronize_in_step()
             elif self._reducer.has_begun():
                 self._reducer.synchronize()
+                self._refuse_copies()
             if not self._take_result():
                 raise _NotApplied(loss)
             return self._loss_of_all(loss) if isinstance(self, torch.optim.LBFGS) else loss

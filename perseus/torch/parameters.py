@@ -1,5 +1,9 @@
 """The parameters of an optimizer's groups, which may come and go, and their names.
 
+Libraries for mixed precision, as apex, put master weights in the places of a model's parameters:
+copies in a wider dtype. Backward computes the gradients of the model's parameters all the same. The
+script copies these to the master weights, which the optimizer steps, and the results back.
+
 Belongs to the thread that steps the optimizer.
 """
 
@@ -18,12 +22,16 @@ Groups = list[dict[str, Any]]  # an optimizer's param_groups, which load_state_d
 class Parameters:
     """Tells which parameters an optimizer has, and names them equally on all ranks.
 
-    names: the names of at least the parameters in `groups`; update() changes it.
+    names: the names of at least the parameters in `groups`, but for master weights; update()
+        changes it.
+    models: the parameters of the model, by the master weights in their places. of_model() finds
+        those that have just come.
     """
 
     def __init__(self, groups: Groups, names: dict[torch.Tensor, str]) -> None:
         self.names = names
-        self._saw(in_groups(groups))
+        self.models: dict[torch.Tensor, torch.Tensor] = {}
+        self._saw(groups, in_groups(groups))
 
     def have_changed(self, groups: Groups) -> bool:
         """Return whether any has come, gone or become trainable since the last update()."""
@@ -35,30 +43,67 @@ class Parameters:
             or any(p.requires_grad for p in self._frozen)
         )
 
-    def update(self, groups: Groups, forget: bool = True) -> list[torch.Tensor]:
-        """Name those that have come, after their places; return all that there are now.
+    def of_model(self, groups: Groups) -> list[torch.Tensor]:
+        """Return those whose gradients backward computes, in the order of their places.
 
-        forget: whether those that have gone lose their names, which others may then take.
+        These are the present ones, but the model's in place of master weights.
+        """
+        self._find_masters(groups)
+        return [self.models.get(p, p) for p in in_groups(groups)]
+
+    def update(self, groups: Groups, forget: bool = True) -> list[torch.Tensor]:
+        """Name those that have come, after their places; return of_model().
+
+        forget: whether those that have gone lose their names, which others may then take. The
+            model's parameters go with their master weights.
         """
         present = in_groups(groups)
+        before = {self.models.get(p, p) for p in self._seen}
+        now = self.of_model(groups)
         if forget:
-            for parameter in set(self._seen).difference(present):
+            for parameter in before.difference(now):
                 self.names.pop(parameter, None)
+        for gone in self.models.keys() - set(present):
+            del self.models[gone]
         used = set(self.names.values())
-        for parameter, place in placed(groups):
+        for parameter, (_, place) in zip(now, placed(groups), strict=True):
             if parameter not in self.names:
                 name = self.names[parameter] = _unused(place, used)
                 used.add(name)
-        self._saw(present)
-        return present
+        self._saw(groups, now)
+        return now
 
     def named(self, groups: Groups) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the present parameters and their names, also of those that have just come."""
-        return ((self.names.get(p, name), p) for p, name in placed(groups))
+        """Yield the present parameters and their names, also of those that have just come.
 
-    def _saw(self, present: list[torch.Tensor]) -> None:
-        self._seen = present
-        self._frozen = [p for p in present if not p.requires_grad]
+        Master weights have the names of the model's parameters.
+        """
+        return ((self.names.get(self.models.get(p, p), name), p) for p, name in placed(groups))
+
+    def _find_masters(self, groups: Groups) -> None:
+        """Find which parameters have become master weights of others since the last update().
+
+        All ranks find the same, without communication: those that are new and wider than what was
+        at their places.
+        """
+        present = set(in_groups(groups))
+        for group, earlier in zip(groups, self._places, strict=False):
+            for new, old in zip(group["params"], earlier, strict=False):
+                if (
+                    new not in self.names
+                    and new not in self.models
+                    and old in self.names
+                    and old not in present
+                    and old.requires_grad
+                    and new.shape == old.shape
+                    and new.element_size() > old.element_size()
+                ):
+                    self.models[new] = old
+
+    def _saw(self, groups: Groups, of_model: list[torch.Tensor]) -> None:
+        self._seen = in_groups(groups)
+        self._places = [list(group["params"]) for group in groups]
+        self._frozen = [p for p in of_model if not p.requires_grad]
 
 
 def in_groups(groups: Groups) -> list[torch.Tensor]:

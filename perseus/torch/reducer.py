@@ -6,7 +6,7 @@ for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -77,6 +77,8 @@ class GradientReducer(HandleReducer):
         self.step_of = step_of
         # The number of sparse dimensions, for parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
+        # What removes the hooks of master weights.
+        self._masters: dict[torch.Tensor, Callable[[], object]] = {}
         self._memory = SharedMemory()
         self._failures = Failures()  # those of the step, which an interrupt may have split
         self.applies = True
@@ -124,6 +126,27 @@ class GradientReducer(HandleReducer):
         for parameter in bundle.parameters:
             if parameter not in kept:
                 self._sparse_dims.pop(parameter, None)
+
+    def refuse(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Let backward passes that reach master weights raise ValueError: nothing reduces theirs.
+
+        masters: all that there are now, and the parameters of the model that they stand for.
+        """
+        for gone in self._masters.keys() - masters.keys():
+            self._masters.pop(gone)()
+        for master, parameter in masters.items():
+            if master not in self._masters and master.requires_grad:
+                self._masters[master] = on_gradient(
+                    master, self, GradientReducer._reached, self.names[parameter], in_place=False
+                )
+
+    def _reached(self, _: torch.Tensor, name: str, last: bool) -> None:
+        del last
+        raise ValueError(
+            f"[torch] a backward pass has reached a parameter that has taken the place of {name} "
+            "in the optimizer, in a wider dtype as master weights do, so that its gradient is not "
+            "reduced: wrap the optimizer anew"
+        )
 
     def share_sparse(self) -> None:
         """Learn from rank 0 which gradients have been sparse. Collective over the world.

@@ -39,6 +39,15 @@ def test_it_follows_what_the_optimizer_loads_and_loses() -> None:
     assert rate_of([first]) == 0.0
 
 
+def test_the_steps_of_a_models_parameters_are_those_of_their_master_weights() -> None:
+    optimizer = _optimizer(torch.optim.SGD)
+    params = optimizer.param_groups[1]["params"]
+    models = {params[0].detach().clone(): params[0]}
+    params[:] = models
+    step_of = steps_of(optimizer, torch.optim.SGD, models)
+    assert step_of(list(models.values())) == (0.25, 0.0)
+
+
 def test_steps_that_may_not_be_proportional_have_no_rate() -> None:
     class Own(torch.optim.SGD):
         pass
