@@ -83,7 +83,11 @@ def _work(stream: Stream, tensor: Any, device: Any = GPU, error: Exception | Non
         stream.given.append(f"copy {handle}")
         return [tensor]
 
-    world: Any = SimpleNamespace(operations=SimpleNamespace(synchronize=synchronize))
+    world: Any = SimpleNamespace(
+        operations=SimpleNamespace(synchronize=synchronize),
+        begun=lambda work: None,
+        abandon=lambda pieces, in_order: None,
+    )
     return Work(world, [(1, finish), (2, finish)], device)
 
 
