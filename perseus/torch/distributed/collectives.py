@@ -31,7 +31,14 @@ from perseus.torch.distributed.reductions import (
     kind_of,
 )
 from perseus.torch.distributed.streams import gpu_of
-from perseus.torch.distributed.work import NO_LIMIT, Done, Receive, Work, joined
+from perseus.torch.distributed.work import (
+    NO_LIMIT,
+    Done,
+    Receive,
+    Work,
+    composing,
+    joined,
+)
 from perseus.torch.distributed.world import InPlace, World
 from perseus.torch.session import DTYPES, keep
 from perseus.torch.sparse import header_and_indices, sparse_total
@@ -57,7 +64,9 @@ def _by_copies(tensors: Tensors, start: Callable[[Tensors], Work]) -> Work:
                 "them: call .contiguous()"
             )
     rows = [tensor.detach().contiguous() for tensor in tensors]
-    return start(rows).copying_back(rows, tensors)
+    with composing():
+        work = start(rows).copying_back(rows, tensors)
+    return work.published()
 
 
 def _only(tensors: Sequence[Any]) -> Any:
@@ -171,6 +180,21 @@ def _combined(parts: torch.Tensor, combine: Any) -> torch.Tensor:
     return total
 
 
+class _Settling(InPlace):
+    """Ends a barrier: waits for what its rank has begun before it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__([])
+        self._world, self._earlier = world, world.under_way()
+
+    def __call__(self, _: Any) -> Tensors:
+        for settle in self._earlier:
+            settle()
+        self._earlier.clear()
+        self._world.raise_unseen()
+        return []
+
+
 class Collectives:
     """c10d's methods. The class that this is mixed into sets `world`."""
 
@@ -193,8 +217,8 @@ class Collectives:
     ) -> Work:
         """awaited: torch waits before it goes on, and nobody else sees the returned work."""
         self.started += 1
-        if self.world.abandoned:
-            self.world.end_abandoned()
+        if self.world.left:
+            self.world.end_left()
         try:
             handle = self.world.operations.submit(
                 kind, self._next_name(), given, output, transient=True, **arguments
@@ -259,8 +283,8 @@ class Collectives:
             )  # fmt: skip
         # The same, without what takes as long as the reduction of a few bytes.
         self.started += 1
-        if self.world.abandoned:
-            self.world.end_abandoned()
+        if self.world.left:
+            self.world.end_left()
         operations = self.world.operations
         try:
             handle = operations.submit(
@@ -367,7 +391,9 @@ class Collectives:
             keep(own)
             return [output]
 
-        return self.allreduce([joint], options).ending_with(write)
+        with composing():
+            work = self.allreduce([joint], options).ending_with(write)
+        return work.published()
 
     def reduce_scatter_single_coalesced(
         self,
@@ -377,7 +403,9 @@ class Collectives:
     ) -> Work:
         """reduce_scatter_single of several tensors."""
         pairs = zip(outputs, given, strict=True)
-        return joined(self.world, [self.reduce_scatter_single(*pair, opts) for pair in pairs])
+        return joined(
+            self.world, lambda: [self.reduce_scatter_single(*pair, opts) for pair in pairs]
+        )
 
     # ---- broadcast, gather, scatter ----
 
@@ -426,15 +454,15 @@ class Collectives:
     def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Work:
         """Gather several tensors; `outputs` has a list of them for each rank."""
         by_tensor = list(zip(*outputs, strict=True))
-        works = [self.allgather([list(o)], [t]) for o, t in zip(by_tensor, given, strict=True)]
-        return joined(self.world, works)
+        pairs = zip(by_tensor, given, strict=True)
+        return joined(self.world, lambda: [self.allgather([list(o)], [t]) for o, t in pairs])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, given: Tensors, opts: Any = None
     ) -> Work:
         """all_gather_single of several tensors."""
         pairs = zip(outputs, given, strict=True)
-        return joined(self.world, [self.all_gather_single(*pair) for pair in pairs])
+        return joined(self.world, lambda: [self.all_gather_single(*pair) for pair in pairs])
 
     def gather(self, outputs: list[Tensors], given: Tensors, opts: Any) -> Work:
         """Copy the tensors of all ranks into a list of tensors at the root."""
@@ -531,8 +559,8 @@ class Collectives:
         if kind == Kind.RECEIVE and not tensor.is_contiguous():
             return _by_copies(tensors, lambda rows: self._between_two(kind, rows, peer, tag))
         own = _movable(tensor)
-        if self.world.abandoned:
-            self.world.end_abandoned()
+        if self.world.left:
+            self.world.end_left()
         try:
             handle = self.world.operations.submit(kind, None, own, root=peer, tag=tag)
         except HorovodInternalError as error:
@@ -564,9 +592,12 @@ class Collectives:
                 )
             return [tensor]
 
-        indices = self._submit(Kind.ALLGATHER, header_and_indices(own), keep)
-        values = self._submit(Kind.ALLGATHER, own.values().contiguous(), finish)
-        return joined(self.world, [indices, values])
+        def start() -> list[Work]:
+            indices = self._submit(Kind.ALLGATHER, header_and_indices(own), keep)
+            values = self._submit(Kind.ALLGATHER, own.values().contiguous(), finish)
+            return [indices, values]
+
+        return joined(self.world, start)
 
     # ---- barriers ----
 
@@ -578,13 +609,9 @@ class Collectives:
         """
         limited = opts is not None and opts.timeout > NO_LIMIT
         awaited = opts is not None and not opts.asyncOp and not limited
-        earlier = self.world.under_way()
-
-        def finish(_: Any) -> Tensors:
-            for settle in earlier:
-                settle()
-            self.world.raise_unseen()
-            return []
-
-        work = self._submit(Kind.BARRIER, None, finish, None, awaited)
-        return work.limited(opts.timeout) if limited else work
+        settle = _Settling(self.world)
+        with composing():
+            work = self._submit(Kind.BARRIER, None, settle, None, awaited)
+        if awaited:
+            return work
+        return work.uncounted().limited(opts.timeout) if limited else work.uncounted()

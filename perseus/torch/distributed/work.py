@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -29,6 +30,25 @@ class _Latest(threading.local):
 
 
 latest = _Latest()
+
+
+class _Composing(threading.local):
+    """How many works this thread is composing of others, within one another."""
+
+    depth = 0
+
+
+_composing = _Composing()
+
+
+@contextmanager
+def composing() -> Iterator[None]:
+    """Within it, barriers do not wait for new works: not before published(), when all is there."""
+    _composing.depth += 1
+    try:
+        yield
+    finally:
+        _composing.depth -= 1
 
 
 class Work(dist.Work):
@@ -58,10 +78,21 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._future: Future | None = None
         self._future_lock = threading.Lock()
-        if in_order and pieces:
-            world.begun(self)
+        self._counts = in_order
+        self.published()
         if latest.asked:  # or else its tensors would stay until the thread makes another
             latest.work = self
+
+    def published(self) -> Work:
+        """Let barriers wait for it, if it is part of no other. Returns this work."""
+        if self._counts and self._pieces and not _composing.depth:
+            self._world.begun(self)
+        return self
+
+    def uncounted(self) -> Work:
+        """Let no barrier wait for it, since it is one itself. Returns this work."""
+        self._counts = False
+        return self
 
     @staticmethod
     def failed(world: World, error: Exception) -> Work:
@@ -175,12 +206,8 @@ class Work(dist.Work):
         """Let the world end operations for which nobody waits, and release their tensors."""
         pieces: list[Piece] = getattr(self, "_pieces", [])
         if pieces:
-            self._world.abandon(pieces, self._in_order)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether somebody has waited for it until it was done."""
-        return not self._pieces
+            self._world.settled(self)
+            self._world.abandon(pieces, self._counts)
 
     def settle(self) -> None:
         """wait(), which leaves the error to others."""
@@ -217,6 +244,8 @@ class Work(dist.Work):
                         self._mark = Mark(self._device)
                     except Exception as error:
                         self._error = self._error or as_torch_raises(error)
+                if not left:
+                    self._world.settled(self)
                 self._pieces = left  # what others look at without the lock: the last thing
 
 
@@ -255,12 +284,17 @@ class Receive(Work):
     _source_rank = source_rank
 
 
-def joined(world: World, works: list[Work]) -> Work:
-    """One work for several that nobody waits for yet."""
-    device = next((work.device for work in works if work.device is not None), None)
-    work = Work(world, [piece for work in works for piece in work.take_pieces()], device)
-    work._error = next((work._error for work in works if work._error is not None), None)
-    return work
+def joined(world: World, start: Callable[[], list[Work]]) -> Work:
+    """One work for several.
+
+    start: returns works that nobody waits for yet.
+    """
+    with composing():
+        works = start()
+        device = next((work.device for work in works if work.device is not None), None)
+        work = Work(world, [piece for work in works for piece in work.take_pieces()], device)
+        work._error = next((work._error for work in works if work._error is not None), None)
+    return work.published()
 
 
 def _copy_back(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:

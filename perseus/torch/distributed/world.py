@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import deque
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -38,7 +39,7 @@ _ERRORS = {
 
 
 _numbers = count(1)  # of this process's worlds
-_MANY_BEGUN = 64
+_LEAVE_SECONDS = 5.0
 
 
 class InPlace:
@@ -63,12 +64,18 @@ Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
 class Begun(Protocol):
     """A collective of this rank."""
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether somebody has waited for it until it was done."""
-
     def settle(self) -> None:
         """Wait until it is done. Others get its error."""
+
+
+class _Left:
+    """What is left of a work to which nobody refers."""
+
+    __slots__ = ("counts", "lock", "pieces")
+
+    def __init__(self, pieces: list[Piece], counts: bool) -> None:
+        self.pieces, self.counts = pieces, counts
+        self.lock = threading.Lock()  # of who ends it
 
 
 def _settings_of(number: int) -> list[str]:
@@ -129,11 +136,11 @@ class World:
         )
         self.operations = _core.Operations(self.context, wrap, describe)
         self.completer = Completer()
-        # Of works that nobody refers to, and whether they are in the order of all ranks.
-        self.abandoned: deque[tuple[list[Piece], bool]] = deque()
-        self._unseen = Failures()
-        self._begun: deque[ref[Begun]] = deque()
-        self._most_begun = _MANY_BEGUN
+        # Those that are not done, for barriers. Changed by single operations of dictionaries alone,
+        # because the garbage collector may end a work anywhere, and so any thread may.
+        self._begun: dict[int, ref[Begun]] = {}
+        self.left: dict[_Left, None] = {}
+        self._unseen = Failures()  # of what is left
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait for ranks that live no longer than this from now on, also for what is under way."""
@@ -158,85 +165,83 @@ class World:
     def await_all(self) -> None:
         """Return once every rank has called this, or the world has failed.
 
-        What nobody refers to is written by then.
+        What nobody refers to is written by then, unless it takes some seconds more.
         """
         with contextlib.suppress(HorovodInternalError):
             self.operations.synchronize(self.operations.submit(Kind.BARRIER, "leave", None))
-        for settle in self.under_way():
-            settle()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for left in list(self.left):
+            # Some rank may never have started its part. close() ends what is not done.
+            with contextlib.suppress(Exception):
+                for handle, _ in left.pieces if left.counts else []:
+                    self.operations.wait(handle, max(0.0, deadline - time.monotonic()))
+        self.end_left()
 
     def begun(self, work: Begun) -> None:
-        """Let the barriers that follow wait for it, too."""
-        self._begun.append(ref(work))
-        if len(self._begun) >= self._most_begun:
-            self._most_begun = max(_MANY_BEGUN, 2 * len(self._unsettled()))
+        """Let the barriers that follow wait for it, until settled()."""
+        self._begun[id(work)] = ref(work)
 
-    def _unsettled(self) -> list[Begun]:
-        found = []
-        for _ in range(len(self._begun)):
-            try:
-                each = self._begun.popleft()
-            except IndexError:  # another thread does the same
-                break
-            work = each()
-            if work is not None and not work.is_settled:
-                found.append(work)
-                self._begun.append(each)
-        return found
+    def settled(self, work: Begun) -> None:
+        """Let no barrier wait for it any more."""
+        self._begun.pop(id(work), None)
 
     def under_way(self) -> list[Callable[[], object]]:
         """Return what waits for the collectives of this rank that nobody has waited for yet."""
-        waiting: list[Callable[[], object]] = [work.settle for work in self._unsettled()]
-        for _ in range(len(self.abandoned)):
-            try:
-                pieces, in_order = self.abandoned.popleft()
-            except IndexError:  # another thread does the same
-                break
-            if in_order:
-                waiting.append(partial(self._finish, pieces))
-            else:  # the other half of a send or receive may come after the barrier
-                self.abandoned.append((pieces, in_order))
-        return waiting
+        works = [work for each in list(self._begun.values()) if (work := each()) is not None]
+        left = [each for each in list(self.left) if each.counts]
+        return [*(work.settle for work in works), *(partial(self._settle, each) for each in left)]
 
-    def abandon(self, pieces: list[Piece], in_order: bool) -> None:
+    def abandon(self, pieces: list[Piece], counts: bool) -> None:
         """End operations for which nobody waits, once they are done.
 
-        in_order: whether all ranks have them in one order, as collectives. It does not block and
-        takes no lock, because the garbage collector may call it anywhere. It copies nothing either:
-        the caller may be within a mode of torch. What has to be copied waits for the next
-        operation.
+        counts: whether barriers wait for them. It does not block, because the garbage collector may
+        call it anywhere. It copies nothing either: the caller may be within a mode of torch. What
+        has to be copied waits for the next operation.
         """
-        self.abandoned.append((pieces, in_order))
-        self.end_abandoned(copies=False)
+        self.left[_Left(pieces, counts)] = None
+        self.end_left(copies=False)
 
-    def end_abandoned(self, copies: bool = True) -> None:
-        """Finish those of them that are done; the others are looked at again.
+    def end_left(self, copies: bool = True) -> None:
+        """End those of them that are done; the others are looked at again.
 
         copies: whether also those whose output is not in place.
         """
-        for _ in range(len(self.abandoned)):
-            try:
-                each = pieces, in_order = self.abandoned.popleft()
-            except IndexError:  # another thread does the same
-                return
-            ends = copies or all(isinstance(finish, InPlace) for _, finish in pieces)
-            with contextlib.suppress(Exception):  # an unknown handle is done
-                if ends and all(self.operations.poll(handle) for handle, _ in pieces):
-                    self._finish(pieces, in_order)
-                else:
-                    self.abandoned.append(each)
+        for each in list(self.left):
+            if not copies and not all(isinstance(finish, InPlace) for _, finish in each.pieces):
+                continue
+            # Another thread may end it, or a call that the garbage collector interrupts here.
+            if each.lock.acquire(blocking=False):
+                try:
+                    if all(self._is_done(handle) for handle, _ in each.pieces):
+                        self._finish(each)
+                finally:
+                    each.lock.release()
 
-    def _finish(self, pieces: list[Piece], in_order: bool = True) -> None:
+    def _is_done(self, handle: int) -> bool:
         try:
-            for handle, finish in pieces:
+            return self.operations.poll(handle)
+        except Exception:  # it is not known any more
+            return True
+
+    def _settle(self, left: _Left) -> None:
+        with left.lock:
+            self._finish(left)
+
+    def _finish(self, left: _Left) -> None:
+        """Wait for it, and end it. Called with its lock."""
+        while left.pieces:
+            handle, finish = left.pieces[0]
+            try:
                 output = self.operations.synchronize(handle)
                 if isinstance(finish, InPlace):
                     keep_all(output)  # what is done may still be copied to its GPU
-                else:
+                elif output is not None:
                     finish(output)
-        except Exception as error:
-            if in_order:
-                self._unseen.add(error)
+            except Exception as error:
+                if left.counts:
+                    self._unseen.add(error)
+            del left.pieces[0]
+        self.left.pop(left, None)
 
     def raise_unseen(self) -> None:
         """Raise what collectives have raised for whose end nobody waits."""

@@ -531,8 +531,10 @@ def check_a_timeout_of_a_call_limits_its_wait() -> None:
     limit = datetime.timedelta(seconds=0.2)
     calls: list[Callable[[], object]] = [
         lambda: dist.group.WORLD.barrier(timeout=limit).wait(),
-        lambda: dist.group.WORLD.allreduce(torch.ones(3), dist.ReduceOp.SUM, limit).wait(),
     ]
+    if not backend.IS_BACKEND:  # torch 2.14 and later hide it from backends in Python
+        sums = dist.ReduceOp.SUM
+        calls.append(lambda: dist.group.WORLD.allreduce(torch.ones(3), sums, limit).wait())
     if "timeout" in inspect.signature(dist.barrier).parameters:  # torch 2.13
         calls.append(lambda: dist.barrier(timeout=limit))
     with process_group():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 
 import torch
@@ -125,7 +126,53 @@ def check_works_that_nobody_waits_for_do_not_pile_up() -> None:
             dist.all_reduce(torch.ones(3), async_op=True)
             dist.all_reduce(torch.ones(3), async_op=True).wait()
         world = backend._group_of(dist.group.WORLD, "cpu").world
-        assert len(world._begun) <= 200 and len(world.abandoned) <= 200
+        assert len(world._begun) <= 200 and len(world.left) <= 200
         dist.barrier()
-        assert not world.abandoned and not world._unsettled()
-        assert all(work.is_settled for work in started)
+        assert not world.left and not world._begun
+        for work in started:
+            assert work.is_completed() and work.wait()
+
+
+def check_barriers_that_nobody_waits_for_do_not_hold_each_other() -> None:
+    with process_group():
+        gathered = [torch.full((1, 2), -1.0) for _ in range(hvd.size())]
+        for _ in range(1500):
+            dist.all_gather(gathered, mine((1, 2), torch.float32), async_op=True)
+            dist.barrier(async_op=True)
+        kept = [dist.barrier(async_op=True) for _ in range(300)]
+        dist.barrier()
+        for other, part in enumerate(gathered):
+            assert_same(part, of(other, (1, 2), torch.float32))
+        for work in kept:
+            assert work.wait()
+        world = backend._group_of(dist.group.WORLD, "cpu").world
+        assert not world.left and not world._begun and not world.operations.open_handles()
+
+
+def check_what_follows_a_failed_part_is_ended() -> None:
+    with process_group():
+        rank, size = hvd.rank(), hvd.size()
+        wrong = torch.ones(2 + (rank == 0))
+        right = mine((4,), torch.float32)
+        first = [torch.empty_like(wrong) for _ in range(size)]
+        second = [torch.full((4,), -1.0) for _ in range(size)]
+        outputs = [[first[i], second[i]] for i in range(size)]
+        dist.group.WORLD.allgather_coalesced(outputs, [wrong, right])
+        assert "Mismatched" in raised(dist.DistBackendError, dist.barrier)
+        for other, part in enumerate(second):
+            assert_same(part, of(other, (4,), torch.float32))
+        world = backend._group_of(dist.group.WORLD, "cpu").world
+        assert not world.operations.open_handles()
+
+
+def check_groups_end_though_no_rank_answers_what_is_left() -> None:
+    began = time.monotonic()
+    with process_group(seconds=300):
+        outputs = [torch.empty(2) for _ in range(hvd.size())]
+        if hvd.rank() == 0:
+            dist.all_reduce(torch.ones(2), async_op=True)
+        else:
+            dist.all_gather(outputs, torch.ones(2), async_op=True)
+        kept = dist.all_reduce(torch.ones(5 + hvd.rank()), async_op=True)
+    assert time.monotonic() - began < 200
+    raised(dist.DistBackendError, kept.wait)
