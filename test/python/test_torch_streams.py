@@ -86,6 +86,7 @@ def _work(stream: Stream, tensor: Any, device: Any = GPU, error: Exception | Non
     world: Any = SimpleNamespace(
         operations=SimpleNamespace(synchronize=synchronize),
         begun=lambda work: None,
+        settled=lambda work: None,
         abandon=lambda pieces, in_order: None,
     )
     return Work(world, [(1, finish), (2, finish)], device)
@@ -117,7 +118,7 @@ def test_a_failed_work_orders_streams_before_it_raises(on_stream):
 def test_works_that_are_one_lie_where_the_first_with_tensors_lies(on_stream):
     first, second, tensor = Stream("first"), Stream("second"), Tensor()
     works = [_work(first, tensor, None), _work(first, tensor)]
-    work = joined(works[1]._world, works)
+    work = joined(works[1]._world, lambda: works)
     on_stream(first, work.wait)
     on_stream(second, work.wait)
     assert len(second.given) == 1

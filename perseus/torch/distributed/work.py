@@ -54,6 +54,12 @@ def composing() -> Iterator[None]:
 class Work(dist.Work):
     """One collective that has been submitted. Any thread may use it."""
 
+    # Of most works these stay as they are.
+    _limit: timedelta | None = None
+    _mark: Mark | None = None
+    _error: BaseException | None = None
+    _future: Future | None = None
+
     def __init__(
         self,
         world: World,
@@ -70,16 +76,12 @@ class Work(dist.Work):
         self._world = world
         self._pieces = pieces
         self._device = device
-        self._in_order = in_order
-        self._limit: timedelta | None = None
-        self._mark: Mark | None = None
+        self._in_order = self._counts = in_order
         self._lock = threading.Lock()  # held until the operation ends
         self._result: list[torch.Tensor] = []
-        self._error: BaseException | None = None
-        self._future: Future | None = None
         self._future_lock = threading.Lock()
-        self._counts = in_order
-        self.published()
+        if in_order and pieces and not _composing.depth:
+            world.begun(self)
         if latest.asked:  # or else its tensors would stay until the thread makes another
             latest.work = self
 
