@@ -87,6 +87,13 @@ class _Mixed:
         for name, master in self.masters.items():
             self.model[name].data.copy_(master.data)
 
+    def apply(self) -> None:
+        """What follows synchronize(), without clipping."""
+        self.copy_gradients()
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        self.copy_masters()
+
     def step(self, *, passes: int = 1, combine=sum, clip: float = 1e9) -> None:
         self.clear()
         for _ in range(passes):
@@ -181,10 +188,7 @@ def check_every_backward_pass_may_be_synchronized() -> None:
         for _ in range(2):
             training.backward()
             training.optimizer.synchronize()
-        training.copy_gradients()
-        with training.optimizer.skip_synchronize():
-            training.optimizer.step()
-        training.copy_masters()
+        training.apply()
         for _ in range(2):
             ranks = range(hvd.size())
             training.move([_mean(_gradient(n, r, training.taken) for r in ranks) for n in TRAINED])
@@ -409,10 +413,7 @@ def check_steps_may_be_summed() -> None:
                 training.clear()
                 training.backward()
                 training.optimizer.synchronize()
-                training.copy_gradients()
-                with training.optimizer.skip_synchronize():
-                    training.optimizer.step()
-                training.copy_masters()
+                training.apply()
                 training.move(
                     [
                         sum(_gradient(name, rank, training.taken) for rank in range(hvd.size()))
