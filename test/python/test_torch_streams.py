@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from perseus.torch.distributed import streams
 from perseus.torch.distributed.completer import Completer, calling
 from perseus.torch.distributed.future import Future
+from perseus.torch.distributed.pending import Pending
 from perseus.torch.distributed.work import Work, joined
 
 GPU = torch.device("cuda:0")
@@ -85,10 +86,8 @@ def _work(stream: Stream, tensor: Any, device: Any = GPU, error: Exception | Non
 
     world: Any = SimpleNamespace(
         operations=SimpleNamespace(synchronize=synchronize),
-        begun=lambda work: None,
-        settled=lambda work: None,
-        abandon=lambda pieces, in_order: None,
     )
+    world.pending = Pending(world.operations)
     return Work(world, [(1, finish), (2, finish)], device)
 
 

@@ -23,6 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from perseus.errors import HorovodInternalError
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.completer import calling
+from perseus.torch.distributed.pending import InPlace
 from perseus.torch.distributed.reductions import (
     BITWISE,
     RedOpType,
@@ -39,7 +40,7 @@ from perseus.torch.distributed.work import (
     composing,
     joined,
 )
-from perseus.torch.distributed.world import InPlace, World
+from perseus.torch.distributed.world import World
 from perseus.torch.session import DTYPES, keep
 from perseus.torch.sparse import header_and_indices, sparse_total
 
@@ -185,13 +186,13 @@ class _Settling(InPlace):
 
     def __init__(self, world: World) -> None:
         super().__init__([])
-        self._world, self._earlier = world, world.under_way()
+        self._pending, self._earlier = world.pending, world.pending.under_way()
 
     def __call__(self, _: Any) -> Tensors:
         for settle in self._earlier:
             settle()
         self._earlier.clear()
-        self._world.raise_unseen()
+        self._pending.raise_unseen()
         return []
 
 
@@ -217,8 +218,8 @@ class Collectives:
     ) -> Work:
         """awaited: torch waits before it goes on, and nobody else sees the returned work."""
         self.started += 1
-        if self.world.left:
-            self.world.end_left()
+        if self.world.pending.left:
+            self.world.pending.end_left()
         try:
             handle = self.world.operations.submit(
                 kind, self._next_name(), given, output, transient=True, **arguments
@@ -283,8 +284,8 @@ class Collectives:
             )  # fmt: skip
         # The same, without what takes as long as the reduction of a few bytes.
         self.started += 1
-        if self.world.left:
-            self.world.end_left()
+        if self.world.pending.left:
+            self.world.pending.end_left()
         operations = self.world.operations
         try:
             handle = operations.submit(
@@ -559,8 +560,8 @@ class Collectives:
         if kind == Kind.RECEIVE and not tensor.is_contiguous():
             return _by_copies(tensors, lambda rows: self._between_two(kind, rows, peer, tag))
         own = _movable(tensor)
-        if self.world.left:
-            self.world.end_left()
+        if self.world.pending.left:
+            self.world.pending.end_left()
         try:
             handle = self.world.operations.submit(kind, None, own, root=peer, tag=tag)
         except HorovodInternalError as error:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from perseus.errors import NanGradientError
 from perseus.torch.distributed.completer import Completer, calling
 from perseus.torch.distributed.future import Future
+from perseus.torch.distributed.pending import InPlace, Piece
 from perseus.torch.distributed.streams import Mark, aside, gpu_of
-from perseus.torch.distributed.world import InPlace, Piece, World
+from perseus.torch.distributed.world import World
 from perseus.torch.session import keep
 
 NO_LIMIT = timedelta(0)
@@ -81,14 +82,14 @@ class Work(dist.Work):
         self._result: list[torch.Tensor] = []
         self._future_lock = threading.Lock()
         if in_order and pieces and not _composing.depth:
-            world.begun(self)
+            world.pending.begun(self)
         if latest.asked:  # or else its tensors would stay until the thread makes another
             latest.work = self
 
     def published(self) -> Work:
         """Let barriers wait for it, if it is part of no other. Returns this work."""
         if self._counts and self._pieces and not _composing.depth:
-            self._world.begun(self)
+            self._world.pending.begun(self)
         return self
 
     def uncounted(self) -> Work:
@@ -208,8 +209,8 @@ class Work(dist.Work):
         """Let the world end operations for which nobody waits, and release their tensors."""
         pieces: list[Piece] = getattr(self, "_pieces", [])
         if pieces:
-            self._world.settled(self)
-            self._world.abandon(pieces, self._counts)
+            self._world.pending.settled(self)
+            self._world.pending.abandon(pieces, self._counts)
 
     def settle(self) -> None:
         """wait(), which leaves the error to others."""
@@ -247,7 +248,7 @@ class Work(dist.Work):
                     except Exception as error:
                         self._error = self._error or as_torch_raises(error)
                 if not left:
-                    self._world.settled(self)
+                    self._world.pending.settled(self)
                 self._pieces = left  # what others look at without the lock: the last thing
 
 

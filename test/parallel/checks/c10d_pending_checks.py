@@ -126,9 +126,9 @@ def check_works_that_nobody_waits_for_do_not_pile_up() -> None:
             dist.all_reduce(torch.ones(3), async_op=True)
             dist.all_reduce(torch.ones(3), async_op=True).wait()
         world = backend._group_of(dist.group.WORLD, "cpu").world
-        assert len(world._begun) <= 200 and len(world.left) <= 200
+        assert len(world.pending._begun) <= 200 and len(world.pending.left) <= 200
         dist.barrier()
-        assert not world.left and not world._begun
+        assert not world.pending.left and not world.pending._begun
         for work in started:
             assert work.is_completed() and work.wait()
 
@@ -146,9 +146,9 @@ def check_barriers_that_nobody_waits_for_do_not_hold_each_other() -> None:
         for work in kept:
             assert work.wait()
         world = backend._group_of(dist.group.WORLD, "cpu").world
-        while world.left:  # barriers, which no barrier waits for
-            world.end_left()
-        assert not world._begun and not world.operations.open_handles()
+        while world.pending.left:  # barriers, which no barrier waits for
+            world.pending.end_left()
+        assert not world.pending._begun and not world.operations.open_handles()
 
 
 def check_what_follows_a_failed_part_is_ended() -> None:
