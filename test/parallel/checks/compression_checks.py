@@ -10,10 +10,10 @@ import torch
 from gradient_settings import apart
 from patterns import assert_job_usable, assert_same, raised, values
 from torch import nn
+from worlds import next_world
 
 import perseus.torch.horovod as hvd
 from perseus import basics
-from perseus.elastic.loop import reset
 
 COUNT = 50_000
 
@@ -532,7 +532,7 @@ def check_a_world_is_left_while_gradients_are_under_way() -> None:
             hvd.barrier()  # all have submitted it, and it takes longer than this
             if complete:
                 optimizer.step()
-            reset()
+            next_world()
             state.sync()
         assert _same_everywhere(parameter.detach())
         (held,) = (entry[1] for entry in optimizer.state_dict()[KEY].values())
@@ -551,12 +551,12 @@ def check_survivors_go_on_with_what_they_hold() -> None:
         with mock.patch.object(basics, "rank", lambda: -1):  # another one than in the first world
             state.restore()
         _assert_same_held(training.held(), held)
-        reset()
+        next_world()
         state.sync()
         _assert_same_held(training.held(), held)
         results.append(training.step(2))
         assert all(torch.equal(results[2][name], x) for name, x in expected[2].items())
-        reset()  # as when hosts have changed: goes on with what there is, not with what was saved
+        next_world()  # as when hosts have changed: goes on with what there is, not what was saved
         state.sync()
         _assert_same_held(training.held(), straight.held())
         hvd.flush_residuals()

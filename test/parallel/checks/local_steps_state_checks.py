@@ -18,9 +18,9 @@ from patterns import apart, assert_job_usable, nan_check, raised
 from sloping_training import Training, Wrap, equal_everywhere
 from torch import nn
 from turns import RATE, SHAPES
+from worlds import next_world
 
 import perseus.torch.horovod as hvd
-from perseus.elastic.loop import reset
 
 
 def check_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() -> None:
@@ -227,7 +227,7 @@ def check_survivors_go_on_with_the_outer_state() -> None:
             training.step()
             if fails:
                 state.restore()
-            reset()
+            next_world()
             if hvd.rank() == hvd.size() - 1:  # as a rank that comes new
                 nothing = {**training.optimizer.state_dict(), "perseus_local_steps": None}
                 training.optimizer.load_state_dict(nothing if fails else checkpoint)

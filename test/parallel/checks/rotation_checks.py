@@ -9,10 +9,10 @@ from patterns import apart, assert_job_usable, assert_same, raised
 from sloping_training import Training
 from torch import nn
 from turns import RATE, SHAPES, Simulation, slope
+from worlds import next_world
 
 import perseus
 import perseus.torch.horovod as hvd
-from perseus.elastic.loop import reset
 
 
 def rotating(compression: object, dtype: torch.dtype = torch.float32) -> Training:
@@ -208,7 +208,7 @@ def check_survivors_begin_a_new_turn() -> None:
         assert training.equal_everywhere()
         training.step()
         state.restore()
-        reset()
+        next_world()
         state.sync()
         assert training.equal_everywhere()
         training.step()

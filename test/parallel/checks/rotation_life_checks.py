@@ -8,9 +8,9 @@ import torch
 from patterns import added, apart, assert_job_usable
 from sloping_training import Training
 from turns import Simulation
+from worlds import next_world
 
 import perseus.torch.horovod as hvd
-from perseus.elastic.loop import reset
 from perseus.gradients import rotation
 
 
@@ -57,7 +57,7 @@ def check_ranks_may_collect_garbage_at_different_times() -> None:
         old.step()
         kept = [old] if hvd.rank() == hvd.size() - 1 else []
         del old
-        reset()
+        next_world()
         assert bool(kept) == (hvd.rank() == hvd.size() - 1)
         _assert_a_new_one_works()
 
@@ -68,7 +68,7 @@ def check_a_new_process_knows_nothing_of_earlier_optimizers() -> None:
         if hvd.rank() != 0:
             _rotating()
             earlier = _rotating()
-        reset()
+        next_world()
         _assert_a_new_one_works()
         if hvd.rank() != 0:
             assert all(not value.any() for value in earlier.values())
@@ -82,7 +82,7 @@ def check_a_new_world_synchronizes_what_has_not_stepped_in_it() -> None:
             second.step()
             second.step()
             first.step()
-        reset()
+        next_world()
         assert not first.equal_everywhere()
         hvd.synchronize_parameters()
         assert first.equal_everywhere() and second.equal_everywhere()

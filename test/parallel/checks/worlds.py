@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from perseus import basics, control
+from perseus.elastic.loop import reset
 
 
 @contextmanager
@@ -23,6 +24,16 @@ def world_with(**settings: object) -> Iterator[None]:
     for name in settings:
         del os.environ[name]
     basics.init()
+
+
+def next_world() -> None:
+    """Begin the next world of the same ranks, once every rank has come this far.
+
+    What a rank only starts, such as an average that later steps wait for, holds no other one up:
+    without this, a fast rank would end the world while a slow one is still in its last step.
+    """
+    control.gather_lines("", "leaving")
+    reset()
 
 
 def leave_world() -> None:
