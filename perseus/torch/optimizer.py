@@ -35,6 +35,7 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, initial_state, parameters_of
+from perseus.torch.gradient_scaler import let_scalers_wait
 from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.learning_rates import steps_of
 from perseus.torch.parameters import Parameters, placed
@@ -75,6 +76,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _reducer: GradientReducer
     _rotation: TorchRotation | None
     _takes_part: bool
+    _scaler_waited: bool  # before_unscaling() has called synchronize() for the next step
     _should_synchronize: bool
     _steps_now: bool
     _synchronized: bool
@@ -141,7 +143,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             raise
         except HorovodInternalError:
             pass  # the world has ended, and the loaded state replaces the results of that step
-        self._synchronized = False
+        self._synchronized = self._scaler_waited = False
         self._reducer.forget()
         if self._rotation is not None:
             self._rotation.drop()
@@ -157,8 +159,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         It also starts the reductions that backward did not reach; a parameter without a gradient
         contributes zeros. To clip gradients, call it before clipping, and then call step() within
-        skip_synchronize(). Raises HorovodInternalError if a reduction failed, after all of them
-        have ended.
+        skip_synchronize(). A torch.amp.GradScaler calls it by itself. Raises HorovodInternalError
+        if a reduction failed, after all of them have ended; ValueError if the script has changed a
+        gradient in place while it was being reduced.
 
         Parameters that have joined the optimizer since the last step, in new groups or in place of
         others, or have become trainable, are reduced as well, from now on; those that are in no
@@ -181,6 +184,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if not self._steps_now:
             self._take_turn()
         self._synchronized = True
+
+    def before_unscaling(self) -> None:
+        """Call synchronize(), unless the script has. A GradScaler calls it before it reads p.grad.
+
+        The next step() then behaves as within skip_synchronize().
+        """
+        if self._should_synchronize and (self._reducer.has_begun() or not self._synchronized):
+            self.synchronize()
+            self._scaler_waited = True
 
     def _follow_world(self) -> None:
         """Begin or end to take part if ranks have changed, with which a process set has others."""
@@ -272,7 +284,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._check.due():
             named = self._parameters.named(self.param_groups)
             self._check.compare((name, buffer_of(p)) for name, p in named)
-        synchronizes = self._should_synchronize
+        # A scaler may have left out the step for which it has waited.
+        has_waited = self._scaler_waited and not self._reducer.has_begun()
+        self._scaler_waited = False
+        synchronizes = self._should_synchronize and not has_waited
         if synchronizes and self._synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -378,6 +393,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Call the wrapped optimizer. Raises AssertionError while gradients are being reduced."""
         if self._reducer.busy():
             raise AssertionError(_RACE)
+        if self._scaler_waited:  # for a step that it has left out
+            self._scaler_waited = self._synchronized = False
         super().zero_grad(*args, **kwargs)
 
     # Shows torch's signature; the wrapped optimizer may have another, and defaults of its own.
@@ -478,7 +495,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     made._wrapped = wrapped
     made._parameters = Parameters(made.param_groups, names)
     made._should_synchronize = True
-    made._synchronized = made._steps_now = False
+    made._synchronized = made._scaler_waited = made._steps_now = False
+    let_scalers_wait()
     made._reducer = GradientReducer(
         trainable if active else [],
         names,

@@ -29,15 +29,25 @@ _TOO_MANY = (
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
 
+_CHANGED = (
+    "[torch] the gradient of {} was changed in place between loss.backward() and "
+    "optimizer.step(), while it was being averaged, so that ranks would go on with different "
+    "values: call optimizer.synchronize() before gradients are clipped or scaled, and step() "
+    "within optimizer.skip_synchronize()"
+)
+
 
 class _Bundle(Reduction):
     """The gradients that one operation reduces: those of one parameter or of a group.
 
     dense: the parameters to which Reduction.gradients belong.
     settled: whether nothing changes the gradients after their hooks in this backward pass.
+    versions: of Reduction.gradients when they were submitted.
     """
 
-    __slots__ = ("dense", "parameters", "passes_left", "settled", "unhook", "waiting")
+    __slots__ = (
+        "dense", "parameters", "passes_left", "settled", "unhook", "versions", "waiting",
+    )  # fmt: skip
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
         super().__init__(name, name)
@@ -45,6 +55,7 @@ class _Bundle(Reduction):
         self.passes_left: list[int] = []  # for each parameter, until its gradient is complete
         self.waiting = 0  # the number of parameters whose gradients are not complete
         self.settled = True
+        self.versions: list[int] = []
         self.unhook: list[Callable[[], object]] = []  # removes the hooks of the parameters
 
 
@@ -223,8 +234,11 @@ class GradientReducer(HandleReducer):
 
     def finish_begun(self) -> None:
         """Wait for reductions in flight; raise once all have ended if one failed. See Failures."""
+        changed = self._changed()
         self.applies = True
         self.applies = self.finish(self.reductions, self._failures)
+        if changed is not None:
+            self._failures.add(ValueError(_CHANGED.format(changed.name)))
         for bundle in self.reductions:
             for parameter, result in zip(bundle.dense, bundle.gradients, strict=False):
                 self._write(parameter, result)
@@ -233,6 +247,15 @@ class GradientReducer(HandleReducer):
         self.reset()
         failures, self._failures = self._failures, Failures()
         failures.raise_first()
+
+    def _changed(self) -> _Bundle | None:
+        """Return one of which the script has changed a gradient that is being reduced."""
+        for bundle in self.reductions:
+            if bundle.handle != 0:
+                for gradient, version in zip(bundle.gradients, bundle.versions, strict=False):
+                    if gradient._version != version:
+                        return bundle
+        return None
 
     def _decompress(self, reduction: Reduction) -> None:
         super()._decompress(reduction)
@@ -291,6 +314,10 @@ class GradientReducer(HandleReducer):
             if momentum and self.unapplied:  # as where a gradient scaler has found an overflow
                 basics.forget_momenta(self.number)
                 self.unapplied = False
+            try:
+                bundle.versions = [gradient._version for gradient in gradients]
+            except RuntimeError:  # zeros that were made in inference mode have none
+                bundle.versions = []
             self.begin(bundle, gradients, rate, momentum)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from perseus.torch.functions import (
     parameters_of,
     plain_buffers,
 )
+from perseus.torch.gradient_scaler import GradScaler
 from perseus.torch.local_exchanges import TorchLocalSteps
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import OWNER
@@ -120,23 +121,27 @@ class OptimizerStateHandler(StateHandler):
         return plain_buffers(value for entry in entries for value in entry)
 
 
-class SchedulerStateHandler(StateDictHandler):
-    """Keeps a learning rate scheduler's state_dict(); its optimizer keeps the learning rates."""
+class _BroadcastHandler(StateDictHandler):
+    """Keeps a state_dict() that is no tensor's, so that it is small."""
 
     def sync(self) -> None:
-        """Take over rank 0's state. The scheduler stays that of this rank's optimizer."""
+        """Load rank 0's state into this rank's object."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
-class SamplerStateHandler(StateDictHandler):
-    """Keeps an ElasticSampler's epoch and progress."""
+class SchedulerStateHandler(_BroadcastHandler):
+    """Keeps a learning rate scheduler's state_dict(); its optimizer keeps the learning rates."""
+
+
+class ScalerStateHandler(_BroadcastHandler):
+    """Keeps a gradient scaler's state_dict(): the scale, and the steps since it has changed."""
+
+
+class SamplerStateHandler(_BroadcastHandler):
+    """Keeps an ElasticSampler's epoch and progress; sync() shares the remaining samples."""
 
     def __init__(self, sampler: Any) -> None:
         super().__init__(sampler)
-
-    def sync(self) -> None:
-        """Copy rank 0's progress, and share the remaining samples among the present ranks."""
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
 _registry: Registry = [
@@ -145,6 +150,7 @@ _registry: Registry = [
     (torch.optim.lr_scheduler.LRScheduler, SchedulerStateHandler),
     # Before torch 2.2 it is not derived from LRScheduler.
     (torch.optim.lr_scheduler.ReduceLROnPlateau, SchedulerStateHandler),
+    (GradScaler, ScalerStateHandler),
     (ElasticSampler, SamplerStateHandler),
 ]
 
@@ -174,10 +180,10 @@ class TorchState(HandledState):
 
         state = TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
-    model, optimizer: usually one each; more of them, samplers, and learning rate schedulers of
-    these optimizers go into kwargs under any name.
-    Modules, optimizers, schedulers and ElasticSamplers are saved as copies and restored in place;
-    other values as in ObjectState. Assigning another one to its attribute saves it.
+    model, optimizer: usually one each; more of them, samplers, gradient scalers, and learning rate
+    schedulers of these optimizers go into kwargs under any name.
+    Modules, optimizers, schedulers, scalers and ElasticSamplers are saved as copies and restored in
+    place; other values as in ObjectState. Assigning another one to its attribute saves it.
 
     Save, commit and look for new hosts after a step or synchronize(), not after backward(): saving
     an optimizer waits for the reductions under way, which all ranks must have begun.

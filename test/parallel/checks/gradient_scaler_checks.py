@@ -1,0 +1,174 @@
+"""Scripts with a GradScaler, and those that change gradients while these are being averaged."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from local_training import kinds
+from patterns import apart, assert_job_usable, raised
+from sloping_training import Training
+from torch import nn
+from turns import RATE, SHAPES, slope
+from worlds import world_with
+
+import perseus.torch.horovod as hvd
+
+SCALE = 1024.0
+MOST = 0.5  # the norm to which gradients are clipped
+# Like DistributedOptimizer's own, in ways that let a scaler find its gradients elsewhere.
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
+    torch.optim.SGD,
+    lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, fused=True),
+]
+
+
+def _scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
+
+
+def _compute(training: Training, scaler: torch.amp.GradScaler, factor: float = 1.0) -> None:
+    training.optimizer.zero_grad()
+    for name, parameter in training.parameters.items():
+        numbers = slope(name, hvd.rank(), training.taken) * factor
+        scaler.scale((parameter * numbers).sum()).backward()
+    training.taken += 1
+
+
+def _average(step: int) -> list[torch.Tensor]:
+    stacked = {
+        name: torch.stack([slope(name, rank, step) for rank in range(hvd.size())])
+        for name in SHAPES
+    }
+    return [values.mean(0) for values in stacked.values()]
+
+
+def _expect(training: Training, steps: list[int], clipped: bool = False) -> None:
+    expected = [torch.zeros(shape) for shape in SHAPES.values()]
+    for step in steps:
+        gradients = _average(step)
+        norm = torch.linalg.vector_norm(torch.cat([each.reshape(-1) for each in gradients]))
+        factor = MOST / norm if clipped else 1.0
+        for value, gradient in zip(expected, gradients, strict=True):
+            value.sub_(gradient * RATE * factor)
+    for value, wanted in zip(training.values(), expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_a_scaler_divides_averages() -> None:
+    for inner in OPTIMIZERS:
+        training, scaler = Training(hvd.DistributedOptimizer, inner=inner), _scaler()
+        for step in range(4):
+            _compute(training, scaler)
+            scaler.step(training.optimizer)
+            scaler.update()
+            _expect(training, [*range(step + 1)])
+        assert training.equal_everywhere()
+
+
+def check_what_is_clipped_after_unscaling_is_the_average() -> None:
+    for inner in OPTIMIZERS:
+        training, scaler = Training(hvd.DistributedOptimizer, inner=inner), _scaler()
+        for step in range(4):
+            _compute(training, scaler)
+            scaler.unscale_(training.optimizer)
+            nn.utils.clip_grad_norm_(training.parameters.values(), MOST)
+            scaler.step(training.optimizer)
+            scaler.update()
+            _expect(training, [*range(step + 1)], clipped=True)
+        assert training.equal_everywhere()
+
+
+def check_scripts_may_synchronize_themselves() -> None:
+    """As Horovod's examples do. What is reduced twice would be size times as large."""
+    for inner, unscales in itertools.product(OPTIMIZERS, (True, False)):
+        training = Training(hvd.DistributedOptimizer, inner=inner, op=hvd.Sum)
+        scaler = _scaler()
+        for _ in range(3):
+            _compute(training, scaler, 1.0 / hvd.size())
+            training.optimizer.synchronize()
+            if unscales:
+                scaler.unscale_(training.optimizer)
+            with training.optimizer.skip_synchronize():
+                scaler.step(training.optimizer)
+            scaler.update()
+        _expect(training, [0, 1, 2])
+
+
+def check_an_overflow_on_one_rank_leaves_out_the_step_on_all() -> None:
+    for inner in OPTIMIZERS:
+        training, scaler = Training(hvd.DistributedOptimizer, inner=inner), _scaler()
+        for step in range(4):
+            _compute(training, scaler, float("inf") if step == 1 and hvd.rank() == 0 else 1.0)
+            scaler.step(training.optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (SCALE if step == 0 else SCALE / 2)
+        _expect(training, [0, 2, 3])
+
+
+def check_a_step_after_one_that_was_left_out_reduces() -> None:
+    """Even where this rank computes no gradient for it, and others do."""
+    training, scaler = Training(hvd.DistributedOptimizer, op=hvd.Sum), _scaler()
+    _compute(training, scaler, float("nan"))
+    scaler.step(training.optimizer)
+    training.optimizer.zero_grad(set_to_none=False)
+    if hvd.rank() == 0:
+        (training.parameters["w"] * 3.0).sum().backward()
+    training.optimizer.step()
+    values = training.values()
+    torch.testing.assert_close(values[0], torch.full(SHAPES["w"], -3.0 * RATE))
+    assert not any(value.any() for value in values[1:])
+
+
+def check_sums_of_steps_are_divided_once_they_are_complete() -> None:
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        training, scaler = Training(hvd.DistributedOptimizer), _scaler()
+        for step in range(4):
+            _compute(training, scaler)
+            if step % 2 == 0:
+                training.optimizer.step()
+            else:
+                scaler.step(training.optimizer)
+                scaler.update()
+        _expect(training, [0, 1, 2, 3])
+
+
+def check_hosts_that_exchange_parameters_may_leave_out_steps_alone() -> None:
+    rotating = (hvd.DistributedOptimizer, {"compression": hvd.Compression.rotate(4)})
+    for wrap, options in (rotating, *kinds()):
+        with apart():
+            training, scaler = Training(wrap, **options), _scaler()
+            for step in range(8):
+                overflows = step in {3, 7} and hvd.rank() == 0
+                _compute(training, scaler, float("inf") if overflows else 1.0)
+                scaler.step(training.optimizer)
+                scaler.update()
+            assert all(bool(value.isfinite().all()) for value in training.values())
+            assert scaler.get_scale() == (SCALE / 4 if hvd.rank() == 0 else SCALE)
+            hvd.synchronize_parameters()
+            assert training.equal_everywhere()
+
+
+def check_gradients_that_change_while_they_are_averaged_are_refused() -> None:
+    def clip(training: Training) -> None:
+        nn.utils.clip_grad_norm_(training.parameters.values(), MOST)
+
+    def halve(training: Training) -> None:
+        training.parameters["w"].grad.mul_(0.5)
+
+    for change, options in itertools.product((clip, halve), ({}, {"groups": 2})):
+        training = Training(hvd.DistributedOptimizer, **options)
+        training.step()
+        training.compute()
+        change(training)
+        text = raised(ValueError, training.optimizer.step)
+        assert "changed in place" in text and "skip_synchronize" in text, text
+        training.step()
+        training.compute()
+        training.optimizer.synchronize()
+        change(training)
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+        assert training.equal_everywhere()
+    assert_job_usable()
