@@ -40,9 +40,7 @@ class SharedMemory:
         self._shared: list[torch.Tensor] = []  # those of this step
 
     def concerns(self, gradient: torch.Tensor) -> bool:
-        """Return whether something else may use the gradient's memory in this step."""
-        if not is_shared(gradient):
-            return False
+        """Return whether something else may use the memory of a shared gradient in this step."""
         known = self._disjoint.get(id(gradient))
         if known is not None and known() is gradient:
             return False

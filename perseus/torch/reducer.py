@@ -19,7 +19,7 @@ from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.plan import Plan
 from perseus.memory import keep_freed_memory
 from perseus.torch.functions import broadcast_object
-from perseus.torch.gradient_memory import SharedMemory
+from perseus.torch.gradient_memory import SharedMemory, is_shared
 from perseus.torch.hooks import on_gradient
 from perseus.torch.session import keep, session
 from perseus.torch.sparse import empty_like, start_sparse_allreduce
@@ -42,11 +42,11 @@ class _Bundle(Reduction):
 
     dense: the parameters to which Reduction.gradients belong.
     settled: whether nothing changes the gradients after their hooks in this backward pass.
-    versions: of Reduction.gradients when they were submitted.
+    watched: gradients that are reduced in place, and their versions before that.
     """
 
     __slots__ = (
-        "dense", "parameters", "passes_left", "settled", "unhook", "versions", "waiting",
+        "dense", "parameters", "passes_left", "settled", "unhook", "waiting", "watched",
     )  # fmt: skip
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
@@ -55,7 +55,7 @@ class _Bundle(Reduction):
         self.passes_left: list[int] = []  # for each parameter, until its gradient is complete
         self.waiting = 0  # the number of parameters whose gradients are not complete
         self.settled = True
-        self.versions: list[int] = []
+        self.watched: list[tuple[torch.Tensor, int]] = []
         self.unhook: list[Callable[[], object]] = []  # removes the hooks of the parameters
 
 
@@ -187,6 +187,7 @@ class GradientReducer(HandleReducer):
         bundle.passes_left = [self.passes] * len(bundle.parameters)
         bundle.waiting = len(bundle.parameters)
         bundle.settled = True
+        bundle.watched.clear()
         bundle.finished = False
         bundle.applies = True
 
@@ -251,10 +252,9 @@ class GradientReducer(HandleReducer):
     def _changed(self) -> _Bundle | None:
         """Return one of which the script has changed a gradient that is being reduced."""
         for bundle in self.reductions:
-            if bundle.handle != 0:
-                for gradient, version in zip(bundle.gradients, bundle.versions, strict=False):
-                    if gradient._version != version:
-                        return bundle
+            for gradient, version in bundle.watched:
+                if gradient._version != version:
+                    return bundle
         return None
 
     def _decompress(self, reduction: Reduction) -> None:
@@ -304,7 +304,7 @@ class GradientReducer(HandleReducer):
 
     def _start(self, bundle: _Bundle) -> None:
         bundle.dense = bundle.parameters
-        gradients = [self._gradient(parameter) for parameter in bundle.parameters]
+        gradients = [self._gradient(parameter, bundle) for parameter in bundle.parameters]
         for gradient in gradients:  # any() over a generator costs 0.3 µs
             if gradient.is_sparse:
                 gradients = self._start_sparse(bundle, gradients)
@@ -314,13 +314,9 @@ class GradientReducer(HandleReducer):
             if momentum and self.unapplied:  # as where a gradient scaler has found an overflow
                 basics.forget_momenta(self.number)
                 self.unapplied = False
-            try:
-                bundle.versions = [gradient._version for gradient in gradients]
-            except RuntimeError:  # zeros that were made in inference mode have none
-                bundle.versions = []
             self.begin(bundle, gradients, rate, momentum)
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _gradient(self, parameter: torch.Tensor, bundle: _Bundle) -> torch.Tensor:
         """Return what is to be reduced: a dense tensor that nothing else uses, or a sparse one."""
         gradient = parameter.grad
         if gradient is None:
@@ -334,8 +330,12 @@ class GradientReducer(HandleReducer):
                 return gradient
             self._sparse_dims[parameter] = gradient.sparse_dim()
             return gradient.to_dense()
-        if self._memory.concerns(gradient):
-            return gradient.detach().clone()
+        if is_shared(gradient):
+            if self._memory.concerns(gradient):
+                return gradient.detach().clone()
+        elif not gradient.is_inference():
+            # Others that share the memory would count versions together with it.
+            bundle.watched.append((gradient, gradient._version))
         # It holds the memory, also where the script gives p.grad another one by p.grad.data = ….
         return gradient.detach()
 
