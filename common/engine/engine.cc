@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 #include "base/clock.h"
 #include "base/descriptors.h"
 #include "engine/wording.h"
+#include "net/auth.h"
 #include "net/interfaces.h"
 
 namespace perseus {
@@ -93,6 +95,14 @@ std::vector<TransportKind> kinds_of(const std::vector<Transport*>& route) {
   return kinds;
 }
 
+// Tells a world from others without telling its secret. Jobs that a user gives one secret have the same.
+std::string identity_of(const World& world) {
+  const Digest digest = prove(world.secret, {"identity", world.job, std::to_string(world.epoch)});
+  uint64_t identity = 0;
+  std::memcpy(&identity, digest.data(), sizeof identity);
+  return std::to_string(identity);
+}
+
 bool changes_groups(const Entry& entry) {
   return entry.description.kind == Kind::kAddGroup || entry.description.kind == Kind::kRemoveGroup;
 }
@@ -118,7 +128,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       waker_(std::move(waker)),
       transports_(std::move(transports)),
       route_(std::move(route)),
-      timeline_(world, config, kinds_of(route_), log),
+      timeline_(world, identity_of(world), config, kinds_of(route_), log),
       accumulation_(static_cast<int>(config.integer(Var::kAccumulateSteps))),
       gradient_codecs_(config),
       topology_(config),

@@ -24,10 +24,10 @@ int64_t epoch_microseconds() {
 
 }  // namespace
 
-Recording::Recording(const std::string& path, int rank, int size, const Log& log)
+Recording::Recording(const std::string& path, const TraceOwner& owner, const Log& log)
     : log_(log),
       file_(path),
-      format_(rank, size, now_ns(), epoch_microseconds()),
+      format_(owner, now_ns(), epoch_microseconds()),
       ring_(std::make_unique<TraceRecord[]>(kSlots)) {
   if (file_.path() != path)
     log_.warning("[timeline] another world writes to '" + path + "': this one's timeline is '" + file_.path() + "'");

@@ -24,7 +24,7 @@ class Recording {
   static constexpr int64_t kWriteEveryMs = 50;
 
   // The file exists and is a valid trace when it returns. Throws Error(kInvalidArgument).
-  Recording(const std::string& path, int rank, int size, const Log& log);
+  Recording(const std::string& path, const TraceOwner& owner, const Log& log);
   // Writes what is left.
   ~Recording();
 

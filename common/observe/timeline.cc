@@ -15,11 +15,10 @@ std::string timeline_path(const std::string& path, int rank) {
   return rank == 0 ? path : before_suffix(path, ".rank" + std::to_string(rank));
 }
 
-Timeline::Timeline(const World& world, const Config& config, const std::vector<TransportKind>& transports,
-                   const Log& log)
+Timeline::Timeline(const World& world, const std::string& identity, const Config& config,
+                   const std::vector<TransportKind>& transports, const Log& log)
     : log_(log),
-      rank_(world.rank),
-      size_(world.size),
+      owner_{world.rank, world.size, identity},
       armed_(config.is_set(Var::kTimeline)),
       writes_(world.rank == 0 || config.flag(Var::kTimelineAllRanks)) {
   for (const TransportKind kind : transports) transports_.push_back(transport_bit(kind));
@@ -29,7 +28,7 @@ Timeline::Timeline(const World& world, const Config& config, const std::vector<T
 }
 
 std::unique_ptr<Recording> Timeline::open(const std::string& path) const {
-  return std::make_unique<Recording>(timeline_path(path, rank_), rank_, size_, log_);
+  return std::make_unique<Recording>(timeline_path(path, owner_.rank), owner_, log_);
 }
 
 void Timeline::start(const std::string& path, bool mark_cycles, ProgressEngine& progress) {
@@ -39,7 +38,7 @@ void Timeline::start(const std::string& path, bool mark_cycles, ProgressEngine& 
   if (path.empty()) fail(ErrorKind::kInvalidArgument, "[timeline] the file's name is empty");
   if (!writes_) return;
   const MutexLock lock(control_mutex_);
-  if (recording_ && recording_->wanted() == timeline_path(path, rank_)) return;
+  if (recording_ && recording_->wanted() == timeline_path(path, owner_.rank)) return;
   std::unique_ptr<Recording> other = open(path);
   const ProgressLock progress_held(progress);
   recording_.swap(other);

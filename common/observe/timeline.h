@@ -20,9 +20,10 @@ namespace perseus {
 
 class Timeline final : public BucketObserver {
  public:
-  // `transports[rank]` leads to that rank. Records from the start where HOROVOD_TIMELINE names a file;
+  // `identity` is the world's in traces; `transports[rank]` leads to that rank. Records from the start where HOROVOD_TIMELINE names a file;
   // throws Error(kInvalidArgument) when that file cannot be written.
-  Timeline(const World& world, const Config& config, const std::vector<TransportKind>& transports, const Log& log);
+  Timeline(const World& world, const std::string& identity, const Config& config,
+           const std::vector<TransportKind>& transports, const Log& log);
 
   bool on() const override PERSEUS_REQUIRES(progress_lock) { return recording_ != nullptr; }
   bool marks_cycles() const PERSEUS_REQUIRES(progress_lock) { return on() && mark_cycles_; }
@@ -42,7 +43,7 @@ class Timeline final : public BucketObserver {
   std::unique_ptr<Recording> open(const std::string& path) const;
 
   const Log log_;
-  const int rank_, size_;
+  const TraceOwner owner_;
   const bool armed_;                 // HOROVOD_TIMELINE is set
   const bool writes_;                // this rank has a file
   std::vector<uint8_t> transports_;  // by rank, as transport_bit()

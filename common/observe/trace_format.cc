@@ -67,17 +67,17 @@ std::string without_comma(std::string fields) {
 
 }  // namespace
 
-TraceFormat::TraceFormat(int rank, int size, int64_t start_ns, int64_t epoch_us)
-    : rank_(rank), size_(size), start_ns_(start_ns), epoch_us_(epoch_us) {}
+TraceFormat::TraceFormat(TraceOwner owner, int64_t start_ns, int64_t epoch_us)
+    : owner_(std::move(owner)), start_ns_(start_ns), epoch_us_(epoch_us) {}
 
 std::string TraceFormat::time(int64_t at_ns) const { return microseconds(std::max<int64_t>(at_ns - start_ns_, 0)); }
 
 void TraceFormat::header(std::string* events) {
   metadata("process_name", kJob, 0,
-           "\"name\": \"rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
+           "\"name\": \"rank " + std::to_string(owner_.rank) + " of " + std::to_string(owner_.size) +
                "\", \"start_time_since_epoch_in_micros\": " + std::to_string(epoch_us_) +
-               ", \"rank\": " + std::to_string(rank_) + ", \"size\": " + std::to_string(size_) +
-               ", \"version\": \"" PERSEUS_VERSION "\"",
+               ", \"rank\": " + std::to_string(owner_.rank) + ", \"size\": " + std::to_string(owner_.size) +
+               ", \"world\": " + json_string(owner_.world) + ", \"version\": \"" PERSEUS_VERSION "\"",
            events);
   metadata("process_name", kStreams, 0, "\"name\": \"streams: fused buckets on the wire\"", events);
   metadata("process_sort_index", kJob, 0, "\"sort_index\": 0", events);
@@ -227,9 +227,11 @@ void TraceFormat::bucket_done(std::string* events) {
 
 void TraceFormat::dropped(uint64_t records, int64_t now_ns, std::string* events) {
   mark("DROPPED_RECORDS", now_ns, field("count", records), events);
-  // What would have ended these may be among them.
+  // What would have ended these may be among them; then what lies within is no later request's.
   for (auto it = rows_.begin(); it != rows_.end();) {
-    const Row& row = it->second;
+    Row& row = it->second;
+    row.inner.clear();
+    row.busy_until.clear();
     if (row.transient) idle_[row.shared_by].push_back({row.pid, now_ns});
     it = row.transient ? rows_.erase(it) : std::next(it);
   }

@@ -14,10 +14,17 @@
 
 namespace perseus {
 
+// Whose recording a trace is.
+struct TraceOwner {
+  int rank = 0;
+  int size = 1;
+  std::string world;  // equal in all traces of a world, and in no other ones
+};
+
 class TraceFormat {
  public:
   // Times are written in µs since `start_ns` of the monotonic clock; earlier beginnings are cut there.
-  TraceFormat(int rank, int size, int64_t start_ns, int64_t epoch_us);
+  TraceFormat(TraceOwner owner, int64_t start_ns, int64_t epoch_us);
 
   // All of these append events separated by ",\n" to `events`.
   void header(std::string* events);
@@ -53,7 +60,7 @@ class TraceFormat {
   void mark(const std::string& name, int64_t at_ns, const std::string& args, std::string* events) const;
   std::string time(int64_t at_ns) const;
 
-  const int rank_, size_;
+  const TraceOwner owner_;
   const int64_t start_ns_, epoch_us_;
   std::unordered_map<std::string, Row> rows_;  // group and name → row, or transient: while it is under way
   std::map<std::pair<int, Kind>, std::vector<Idle>> idle_;

@@ -154,4 +154,8 @@ def waiting_per_rank(found: Waiting) -> bytes:
 
 
 def _short(name: str, most: int = 56) -> str:
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"
+    """Return a name, or its ends, as matplotlib shows it: without mathematics between dollars."""
+    shown = "".join(letter if letter.isprintable() else "�" for letter in name)
+    if len(shown) > most:
+        shown = f"{shown[: most // 2 - 1]}…{shown[-most // 2 :]}"
+    return shown.replace("$", r"\$")

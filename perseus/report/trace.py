@@ -51,6 +51,7 @@ class Trace:
     path: Path
     rank: int
     size: int
+    world: str = ""  # what the traces of a world have in common; "" = not recorded
     operations: list[Operation] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     never_agreed: int = 0  # number of requests that failed before all ranks had submitted them
@@ -71,7 +72,7 @@ def read_all(paths: Sequence[Path]) -> list[Trace]:
     """Read the traces of one job; return them ordered by rank.
 
     Raises ValueError, which names the file, for a file that is not a timeline of Perseus or belongs
-    to another job.
+    to another job. Two jobs whose secret the user has given cannot be told apart.
     """
     traces: dict[int, Trace] = {}
     for path in paths:
@@ -84,6 +85,11 @@ def read_all(paths: Sequence[Path]) -> list[Trace]:
         if trace.size != first.size:
             raise ValueError(
                 f"{path} is of a job with {trace.size} ranks, {first.path} of one with {first.size}"
+            )
+        if trace.world and first.world and trace.world != first.world:
+            raise ValueError(
+                f"{path} and {first.path} are of different jobs, or of different worlds of an "
+                "elastic job: remove older traces before a job writes new ones"
             )
         traces[trace.rank] = trace
     return [traces[rank] for rank in sorted(traces)]
@@ -98,7 +104,7 @@ def read(path: Path) -> Trace:
     try:
         events = json.loads(text, parse_constant=_no_number)
         job = events[0]["args"]
-        trace = Trace(path, int(job["rank"]), int(job["size"]))
+        trace = Trace(path, int(job["rank"]), int(job["size"]), str(job.get("world", "")))
         reader = _Reader(trace, int(job["start_time_since_epoch_in_micros"]))
         for event in events:
             reader.take(event)

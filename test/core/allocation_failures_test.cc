@@ -263,7 +263,7 @@ TEST(AllocationFailuresOfTheTimeline, EndTheRecordingAlone) {
     int64_t number = 0;
     for (left = -1; left < 0; ++number) {
       armed = false;
-      perseus::Recording recording("/dev/null", 0, 1, perseus::Log(perseus::LogLevel::kFatal, false, 0));
+      perseus::Recording recording("/dev/null", {}, perseus::Log(perseus::LogLevel::kFatal, false, 0));
       left = number;
       armed = true;
       for (int i = 0; i < 10; ++i) {

@@ -345,7 +345,7 @@ TEST_F(Timeline, NothingIsLostSilently) {
   uint64_t added = 0;
   testing::internal::CaptureStderr();
   {
-    perseus::Recording recording(path, 0, 1, perseus::Log());
+    perseus::Recording recording(path, {}, perseus::Log());
     perseus::TraceRecord record;
     record.what = perseus::TraceRecord::What::kRound;
     for (int i = 0; i < kRecords; ++i) {
@@ -370,7 +370,7 @@ TEST_F(Timeline, UnnamedOperationsShareRowsOnWhichNothingOverlaps) {
   const std::string path = file("trace.json");
   constexpr int kOperations = 30, kAtOnce = 3;
   {
-    perseus::Recording recording(path, 0, 1, perseus::Log());
+    perseus::Recording recording(path, {}, perseus::Log());
     const int64_t begin = perseus::now_ns();
     for (int i = 0; i < kOperations; ++i) {
       const std::string name = "allreduce.noname." + std::to_string(i);
@@ -411,7 +411,7 @@ TEST_F(Timeline, UnnamedOperationsShareRowsOnWhichNothingOverlaps) {
 }
 
 TEST_F(Timeline, RowsOfUnnamedRequestsWhoseEndsWereDroppedServeOthers) {
-  perseus::TraceFormat format(0, 1, 0, 0);
+  perseus::TraceFormat format({}, 0, 0);
   std::string events;
   for (int i = 0; i < 20; ++i) {
     perseus::TraceRecord record;
@@ -432,6 +432,38 @@ TEST_F(Timeline, RowsOfUnnamedRequestsWhoseEndsWereDroppedServeOthers) {
   EXPECT_EQ(rows, 1U);
 }
 
+TEST_F(Timeline, WhatLiesInARequestWhoseEndWasDroppedIsNoLaterOnes) {
+  perseus::TraceFormat format({}, 0, 0);
+  std::string events;
+  const auto bucket = [&](int64_t begin) {
+    perseus::TraceRecord record;
+    record.what = perseus::TraceRecord::What::kBucket;
+    record.number = static_cast<uint64_t>(begin);
+    record.count = 1;
+    record.at[0] = record.at[1] = begin;
+    record.at[2] = begin + 500;
+    format.record(record, "", &events);
+    record.what = perseus::TraceRecord::What::kMember;
+    record.at[0] = begin - 100;
+    record.at[1] = begin - 200;
+    format.record(record, "layer", &events);
+  };
+  bucket(1000);
+  format.dropped(1, 1600, &events);
+  bucket(3000);
+  perseus::TraceRecord whole;
+  whole.what = perseus::TraceRecord::What::kOperation;
+  whole.ok = true;
+  whole.at[0] = 2800;
+  whole.at[1] = 2900;
+  whole.at[2] = 3600;
+  format.record(whole, "layer", &events);
+  size_t inner = 0;
+  for (size_t at = 0; (at = events.find("LOCAL_ALLREDUCE", at)) != std::string::npos; ++at) ++inner;
+  EXPECT_EQ(inner, 1U) << events;
+  EXPECT_NE(events.find("\"bucket\": 3000, \"stream\": 0, \"transport\""), std::string::npos) << events;
+}
+
 // As where a script has both hvd.init() and a process group.
 TEST_F(Timeline, TwoWorldsDoNotWriteToOneFile) {
   const std::string directory = testing::TempDir() + "perseus_two" + std::to_string(getpid()) + unique_name();
@@ -439,7 +471,7 @@ TEST_F(Timeline, TwoWorldsDoNotWriteToOneFile) {
   const std::string path = directory + "/trace.json", other = directory + "/trace-2.json";
   const perseus::Log quiet(perseus::LogLevel::kFatal, false, 0);
   for (int again = 0; again < 2; ++again) {
-    perseus::Recording first(path, 0, 1, quiet), second(path, 0, 1, quiet);
+    perseus::Recording first(path, {}, quiet), second(path, {}, quiet);
     EXPECT_EQ(first.path(), path);
     EXPECT_EQ(second.path(), other);
   }

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_traces_of_one_job_come_by_rank(pair: list[Path], tmp_path: Path) -> Non
     other = Writer(2, 3).write(tmp_path / "other.json")
     with pytest.raises(ValueError, match="of a job with 3 ranks"):
         read_all([pair[0], other])
+
+
+def test_traces_of_two_jobs_are_refused(pair: list[Path], tmp_path: Path) -> None:
+    worlds = [two_steps(0), two_steps(1), two_steps(1)]
+    for writer, world in zip(worlds, ("71", "71", "45"), strict=True):
+        writer.events[0]["args"]["world"] = world
+    first, same, other = (
+        writer.write(tmp_path / f"{number}.json") for number, writer in enumerate(worlds)
+    )
+    assert len(read_all([first, same])) == 2
+    with pytest.raises(ValueError, match=r"2\.json and .*0\.json are of different jobs"):
+        read_all([first, other])
+    assert len(read_all([first, pair[1]])) == 2  # of a version that did not tell
 
 
 def test_union_and_length() -> None:
@@ -215,6 +229,19 @@ def test_ranks_of_equal_bandwidth_do_not_hide_each_other(tmp_path: Path) -> None
         for colour in plots._RANKS[:3]
     ]
     assert min(shares) > 0.01 and max(shares) < 1.1 * min(shares), shares
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Dollars are no mathematics, and letters that cannot be shown are no failure."""
+    pytest.importorskip("matplotlib")
+    writer = Writer(0, 1)
+    for at, name in enumerate(["$^$", "$a$", "a\tb\x7f", "x" * 90]):
+        writer.operation(name, (at + 1.0, at + 2.0, at + 3.0, at + 4.0))
+    output = tmp_path / "page.html"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main([str(writer.write(tmp_path / "t.json")), "-o", str(output)]) == 0
+    assert output.exists()
 
 
 def test_one_trace_is_enough_for_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

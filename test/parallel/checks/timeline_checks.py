@@ -65,6 +65,8 @@ def check_recordings_start_and_stop_and_are_valid_at_any_moment() -> None:
         job = events[0]["args"]
         assert "start_time_since_epoch_in_micros" in job
         assert (job["rank"], job["size"]) == (rank, hvd.size())
+        worlds = hvd.allgather_object(job["world"])
+        assert worlds[0].isdigit() and len(set(worlds)) == 1, worlds
         hvd.barrier()
         hvd.stop_timeline()
         _work("after")
