@@ -66,14 +66,15 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         """Join the statistics, move the running ones, normalise."""
         total, mean, squares = _joined_statistics(input, exchange)
-        if total < 2:
+        if total == 1:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got {total} on all ranks "
+                "Expected more than 1 value per channel when training, got 1 on all ranks "
                 f"together; this rank's input has the size {tuple(input.shape)}"
             )
-        if running_mean is not None:
+        # Without values, plain batch normalisation leaves the running statistics, too.
+        if running_mean is not None and total:
             running_mean.lerp_(mean.to(running_mean.dtype), factor)
-        if running_var is not None:
+        if running_var is not None and total:
             running_var.lerp_((squares / (total - 1)).to(running_var.dtype), factor)
         kind = _working_dtype(input)
         mean, variance = mean.to(kind), (squares / total).to(kind)

@@ -213,9 +213,27 @@ def check_one_value_per_channel_is_refused_on_every_rank() -> None:
     text = raised(ValueError, lambda: synced(mine))
     assert "Expected more than 1 value per channel when training" in text
     assert synced.running_mean.tolist() == [0.0] * CHANNELS
-    nobody = raised(ValueError, lambda: synced(torch.ones(0, CHANNELS)))
-    assert "got 0 on all ranks" in nobody
     assert_job_usable()
+
+
+def check_a_batch_without_samples_on_any_rank_changes_no_statistics() -> None:
+    for ndim, tail in TAILS.items():
+        synced, plain = _layers(ndim, torch.float64)
+        _compare("uneven", ndim, torch.float64, (synced, plain))
+        before = synced.running_mean.clone(), synced.running_var.clone()
+        synced.zero_grad()
+        mine = torch.empty(0, CHANNELS, *tail, dtype=torch.float64, requires_grad=True)
+        actual = synced(mine)
+        assert actual.shape == mine.shape
+        actual.sum().backward()
+        assert mine.grad is not None and mine.grad.shape == mine.shape
+        assert synced.weight.grad.tolist() == synced.bias.grad.tolist() == [0.0] * CHANNELS
+        assert_same(synced.running_mean, before[0])
+        assert_same(synced.running_var, before[1])
+        assert synced.num_batches_tracked.item() == 2
+        with torch.no_grad():
+            plain.num_batches_tracked.add_(1)
+        _compare("uneven", ndim, torch.float64, (synced, plain))
 
 
 def check_wrong_inputs_are_refused_before_anything_is_sent() -> None:
