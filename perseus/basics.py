@@ -410,6 +410,11 @@ def setting(name: str) -> int:
     return _context().setting(name)
 
 
+def transport(peer: int) -> str:
+    """How data travel to another rank: "shm" or "tcp"."""
+    return _context().transport(peer)
+
+
 def stacks_gathered() -> bool:
     """Whether allgather gives its result a dimension of ranks, by PERSEUS_CHANGE_HVD_ALLGATHER."""
     return _world.context is not None and setting("PERSEUS_CHANGE_HVD_ALLGATHER") == 1

@@ -55,10 +55,9 @@ class Given:
 
         alone = wrapped()
         alone.register_comm_hook(None, return_the_bucket)
-        # Codecs act between hosts only; within a host, gradients are exact.
-        bound = Codec(DEFAULT if self._session.hosts > 1 else PLAIN)
+        codec = self._session.acting(Codec(DEFAULT))
         contenders = [
-            replace(self.contender(wrapped(group), bound), codec=DEFAULT),
+            replace(self.contender(wrapped(group), codec), codec=DEFAULT),
             replace(self.contender(wrapped()), name=DDP),
             replace(self.contender(alone, None), name=NO_EXCHANGE, operation="copy"),
         ]

@@ -209,9 +209,7 @@ def _subject(session: Session, label: str, shapes: Shapes, settings: dict[str, s
         )
 
     def contender(name: str, codec: Codec, run: Callable[[int], None], scale: int) -> Contender:
-        # Codecs act between hosts only; within a host, gradients are exact.
-        bound = codec if session.hosts > 1 else plain
-        entrant = Entrant(session, data, gradients, bound, scale)
+        entrant = Entrant(session, data, gradients, session.acting(codec), scale)
         return Contender(
             name,
             "allreduce",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from perseus import basics, config, control, stats
-from perseus.bench.codecs import Codec
+from perseus.bench.codecs import PLAIN, Codec
 from perseus.bench.plan import PERSEUS, TORCH, Plan
 from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ratio
 from perseus.bench.sampling import Contender, Samples, measure
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from perseus.bench.peers import Peer
+
+_ON = 2  # of LIGHT_2D_ALLREDUCE: auto|0|1
+_MPI = 1  # of PERSEUS_CPU_OPERATIONS: perseus|mpi
 
 
 @dataclass
@@ -40,16 +43,25 @@ class Subject:
 
 
 class Session:
-    """The ranks that measure (a sampling.World), their plan and their peers."""
+    """The ranks that measure (a sampling.World), their plan and their peers.
+
+    encodes: whether codecs act on gradients.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rank, self.size = basics.rank(), basics.size()
         self.hosts = self.share(basics.local_rank() == 0).count(True)
+        self.encodes = any(self.share(_is_apart_from_first() or _is_in_small_groups()))
         self.counts_wire = self.hosts > 1 and basics.local_rank() == 0
         self.device = _take_gpu(plan) if plan.gpu else "cpu"
         self.peers = self._formed() if plan.framework == TORCH else []
         self._settings = _own_settings()
+        if not self.encodes and set(plan.codecs) - {PLAIN}:
+            self._say(
+                f"--codec {','.join(plan.codecs)}: nothing is encoded, because all ranks share the "
+                f"memory of one host: see --hosts and PERSEUS_TRANSPORT"
+            )
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -90,6 +102,10 @@ class Session:
             return {}
         least, most = codec.share(self.size)
         return {"payload": int(least * plain), "payload_most": int(most * plain)}
+
+    def acting(self, codec: Codec) -> Codec:
+        """Return the codec by which gradients travel here: the given one, or none."""
+        return codec if self.encodes else Codec(PLAIN)
 
     def same(self, arrays: Iterable[np.ndarray[Any, Any]]) -> bool:
         """Return whether the arrays have the same bits on all ranks. A collective."""
@@ -164,8 +180,26 @@ class Session:
         return form(self.plan.peers, self._skipped)
 
     def _skipped(self, name: str, reason: str) -> None:
+        self._say(f"{name} is skipped: {reason}")
+
+    def _say(self, text: str) -> None:
         if self.rank == 0:
-            print(f"perseus-bench: {name} is skipped: {reason}", flush=True)
+            print(f"perseus-bench: {text}", flush=True)
+
+
+def _is_apart_from_first() -> bool:
+    """Return whether this rank shares no memory with rank 0."""
+    return basics.rank() > 0 and basics.transport(0) == "tcp"
+
+
+def _is_in_small_groups() -> bool:
+    """Return whether settings divide ranks that share memory into groups, as Topology does.
+
+    See common/topology/topology.cc.
+    """
+    in_groups = basics.setting("LIGHT_2D_ALLREDUCE") == _ON
+    by_mpi = basics.setting("PERSEUS_CPU_OPERATIONS") == _MPI
+    return in_groups and not by_mpi and basics.local_size() > basics.setting("LIGHT_INTRA_SIZE")
 
 
 def _take_gpu(plan: Plan) -> str:

@@ -77,6 +77,36 @@ def test_gradients_go_through_codecs_beside_plain(tmp_path: Path) -> None:
         assert (entry["case"], entry["bytes"], entry["tensors"]) == ("gradients", 65536, 1)
         assert entry["vs_perseus"] > 0
     assert "perseus fp16" in found.stdout
+    assert found.stderr.count("perseus-bench: --codec none,default,fp16: nothing is encoded") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "variables"),
+    [
+        ("2", {"PERSEUS_TRANSPORT": "tcp"}),
+        ("3", {"HOROVOD_TORUS_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "2"}),
+    ],
+)
+def test_codecs_act_on_one_host_where_ranks_are_divided(
+    tmp_path: Path, ranks: str, variables: dict[str, str]
+) -> None:
+    arguments = ["gradients", "-np", ranks, "--sizes", "64K", "--codec", "default,int8,topk:0.01"]
+    arguments += ["--peer", "", "--seconds", "0.05", "--json", str(tmp_path / "r.json")]
+    found = bench(*arguments, **variables)
+    assert found.returncode == 0, found.stdout
+    measured = records(tmp_path / "r.json")
+    assert [entry["codec"] for entry in measured] == ["none", "default", "int8", "topk:0.01"]
+    assert all(entry["verified"] for entry in measured)
+    assert "nothing is encoded" not in found.stderr
+
+
+def test_ddp_over_tcp_keeps_the_bounds_of_its_codec(tmp_path: Path) -> None:
+    arguments = ["ddp", "--sizes", "25M", "--model", "resnet50", "--seconds", "0.05"]
+    found = bench(*arguments, "--json", str(tmp_path / "r.json"), PERSEUS_TRANSPORT="tcp")
+    assert found.returncode == 0, found.stdout
+    measured = records(tmp_path / "r.json")
+    assert [entry["codec"] for entry in measured if entry["peer"] == "perseus"] == ["default"]
+    assert all(entry["verified"] for entry in measured)
 
 
 def test_every_collective_is_verified_and_drawn(tmp_path: Path) -> None:
