@@ -333,7 +333,7 @@ def _codecs(given: argparse.Namespace) -> list[str]:
 
 
 def _names(text: str, known: Collection[str], flag: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
+    names = list(dict.fromkeys(name for name in text.split(",") if name))
     for name in names:
         if name not in known:
             raise ValueError(f"{flag} {name}: expected some of {', '.join(known)}")

@@ -147,6 +147,15 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
     assert [entry["peer"] for entry in records(tmp_path / "r.json")] == ["perseus"]
 
 
+def test_a_name_that_is_repeated_counts_once() -> None:
+    given = command_line._parser().parse_args(
+        ["gradients", "--peer", "mpi,torch-gloo,mpi", "--model", "gpt2,vgg16,gpt2"]
+    )
+    (job,) = command_line._jobs(given)
+    assert job.plan.peers == ["mpi", "torch-gloo"]
+    assert job.plan.models == ["gpt2", "vgg16"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
