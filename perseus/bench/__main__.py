@@ -35,7 +35,7 @@ from perseus.bench.plan import (
     Plan,
 )
 from perseus.bench.record import Record
-from perseus.bench.sizes import in_equal_parts, parse_sizes
+from perseus.bench.sizes import in_equal_parts, parse_sizes, show_bytes
 from perseus.bench.virtual_hosts import VirtualHosts
 from perseus.run.hosts import parse_hosts
 
@@ -246,6 +246,7 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
     if plan.gpu:
         _check_gpus(plan)
     job = _job(given, plan)
+    _check_memory(given.sizes, job)
     if "network" in plan.cases and job.ranks < 2:
         raise ValueError("network -np 1: expected two ranks or more, which exchange their bytes")
     return [job]
@@ -274,6 +275,20 @@ def _check_gpus(plan: Plan) -> None:
 
     if plan.here and not cuda.is_available():
         raise ValueError("--gpu: PyTorch sees no GPU on this machine")
+
+
+def _check_memory(sizes: str | None, job: Job) -> None:
+    """Raise ValueError if this machine cannot hold a tensor of the largest size for each rank."""
+    plan = job.plan
+    holds_tensors = not {*plan.cases}.issubset((*ON_DDP, *OWN_SIZES))
+    if not holds_tensors or not plan.here or plan.gpu:
+        return
+    largest, memory = max(plan.sizes, default=0), report.memory()
+    if job.ranks * largest > memory:
+        raise ValueError(
+            f"--sizes {sizes}: {job.ranks} ranks hold {show_bytes(largest)} each, and this machine "
+            f"has {show_bytes(memory)} of memory"
+        )
 
 
 def _job(given: argparse.Namespace, plan: Plan) -> Job:

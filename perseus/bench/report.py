@@ -1,6 +1,6 @@
 """Formats measurements as lines for the terminal and as tables for READMEs.
 
-Pure functions, except machine() and the functions that read or write a page. Thread-safe.
+Pure functions, except machine(), memory() and the functions that read or write a page. Thread-safe.
 """
 
 from __future__ import annotations
@@ -165,15 +165,19 @@ def summary(records: Sequence[Record]) -> str:
 def machine(load_before: float) -> str:
     """Describe this machine: processor, cores, memory, kernel, Python, torch and load."""
     cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         torch = f"torch {version('torch')}"
     except PackageNotFoundError:
         torch = "no torch"
     return (
-        f"{_processor()}, {cores} cores, {show_bytes(memory)}, Linux {platform.release()}, Python "
-        f"{platform.python_version()}, {torch}, load before the run {load_before:.1f}"
+        f"{_processor()}, {cores} cores, {show_bytes(memory())}, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, {torch}, load before the run {load_before:.1f}"
     )
+
+
+def memory() -> int:
+    """Return how many bytes of memory this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _processor() -> str:

@@ -147,6 +147,12 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
     assert [entry["peer"] for entry in records(tmp_path / "r.json")] == ["perseus"]
 
 
+def test_sizes_that_are_no_tensors_of_this_machine_are_not_held_to_its_memory() -> None:
+    for arguments in (["ddp"], ["memory", "-H", "elsewhere:2"]):
+        given = command_line._parser().parse_args([*arguments, "--sizes", "99999G"])
+        assert command_line._jobs(given)[0].plan.sizes == [99999 << 30]
+
+
 def test_a_name_that_is_repeated_counts_once() -> None:
     given = command_line._parser().parse_args(
         ["gradients", "--peer", "mpi,torch-gloo,mpi", "--model", "gpt2,vgg16,gpt2"]
@@ -162,6 +168,7 @@ def test_a_name_that_is_repeated_counts_once() -> None:
         (["nonsense"], "no case 'nonsense'"),
         (["latency", "-np", "0"], "'0': expected a whole number"),
         (["latency", "--sizes", "7"], "7 bytes are no whole number of float32"),
+        (["memory", "--sizes", "4,99999999G"], "--sizes 4,99999999G: 2 ranks hold 1e+08 GiB each"),
         (["latency", "--peer", "nccl"], "--peer nccl: expected some of torch-gloo"),
         (["gradients", "--model", "alexnet"], "--model alexnet: expected some of resnet50"),
         (["training", "--model", "gpt2"], "--model gpt2: expected some of resnet50, vgg16"),
