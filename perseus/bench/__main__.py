@@ -16,12 +16,13 @@ from types import FrameType
 from typing import NoReturn
 
 from perseus import config
-from perseus.bench import plot, report
+from perseus.bench import report
 from perseus.bench.bars import suite
 from perseus.bench.codecs import check_variables
 from perseus.bench.codecs import parse as parse_codecs
 from perseus.bench.launch import HostsUnavailableError, Job, JobError, run
 from perseus.bench.models import MODELS, TRAINED
+from perseus.bench.outputs import Outputs
 from perseus.bench.plan import (
     DDP,
     IN_EQUAL_PARTS,
@@ -81,11 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(arguments: Sequence[str] | None) -> int:
     try:
         given = _parser().parse_args(arguments)
-        _check_outputs(given)
+        outputs = Outputs(given)
         config.check()
         if given.advise:
-            return _advise(given)
+            return _advise(given, outputs)
         jobs = _jobs(given)
+        outputs.open()
     except ValueError as error:
         print(f"perseus-bench: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
@@ -93,42 +95,11 @@ def _measure(arguments: Sequence[str] | None) -> int:
         _log_other_sizes(job)
     load_before = os.getloadavg()[0]
     records: list[Record] = []
-    problems, complete = _run_all(jobs, records)
+    problems, complete = _run_all(jobs, records, outputs)
     if not given.cases:
         print(f"\n{report.summary(records)}")
-    if given.json:
-        given.json.write_text("".join(f"{record.to_json()}\n" for record in records))
-    if given.plot and records:
-        plot.draw(records, given.plot)
-    if given.readme:
-        text = report.results(records, problems, load_before)
-        report.write_page("--readme", given.readme, text)
-    if given.bars:
-        report.write_page("--bars", given.bars, report.bars(records, load_before))
+    outputs.conclude(records, problems, load_before)
     return 0 if complete and all(record.verified for record in records) else 1
-
-
-def _check_outputs(given: argparse.Namespace) -> None:
-    """Raise ValueError before the measurement if an output file cannot be written."""
-    pages = (("--readme", given.readme), ("--bars", given.bars))
-    for flag, path in pages:
-        if path and given.cases:
-            raise ValueError(
-                f"{flag} {path}: it replaces the results of the whole suite: name no case, or "
-                f"write those of a case with --json"
-            )
-    for flag, path in (("--json", given.json), ("--plot", given.plot), *pages):
-        if path is None:
-            continue
-        if path.is_dir() or not path.parent.is_dir():
-            raise ValueError(f"{flag} {path}: expected a file in a directory that exists")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{flag} {path}: it cannot be written")
-    if given.plot and (reason := plot.unavailable(given.plot)):
-        raise ValueError(reason)
-    for flag, path in pages:
-        if path:
-            report.check_page(flag, path)
 
 
 def _log(text: str) -> None:
@@ -150,7 +121,7 @@ def _log_other_sizes(job: Job) -> None:
         )
 
 
-def _advise(given: argparse.Namespace) -> int:
+def _advise(given: argparse.Namespace, outputs: Outputs) -> int:
     """Run a job that measures links, and print which settings to use; return the exit status."""
     others = ("codec", "sizes", "plot", "readme", "bars", "gpu", "peer", "seconds")
     if given.cases or _has_any(given, others):
@@ -160,21 +131,19 @@ def _advise(given: argparse.Namespace) -> int:
     _check_packages(TORCH)
     from perseus.bench import advice
 
-    lines: list[str] = []
-
     def show(line: str) -> None:
-        lines.append(line)
+        outputs.add(line.rstrip())
         print(advice.show(advice.Advice.from_json(line)), flush=True)
 
     models = _names(given.model, MODELS, "--model")
     plan = Plan([], models=models, links=given.links or 1, advise=True, compute_s=given.compute)
+    job = _job(given, plan)
+    outputs.open()
     try:
-        run(_job(given, plan), _log, show)
+        run(job, _log, show)
     except (JobError, HostsUnavailableError) as error:
         _log(f"perseus-bench: {error}")
         return 1
-    if given.json:
-        given.json.write_text("".join(lines))
     return 0
 
 
@@ -185,8 +154,8 @@ def _ended(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)  # an exception, so that `finally` clauses end the ranks
 
 
-def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
-    """Run jobs one after the other; append to records.
+def _run_all(jobs: list[Job], records: list[Record], outputs: Outputs) -> tuple[list[str], bool]:
+    """Run jobs one after the other; append to records, and add each to outputs at once.
 
     Returns what went wrong, and whether all jobs ran that can run here: if there are several, those
     that need virtual hosts may be missing.
@@ -195,6 +164,7 @@ def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
     def show(line: str) -> None:
         record = Record.from_json(line)
         records.append(record)
+        outputs.add(record.to_json())
         print(report.show_line(record), flush=True)
 
     problems, complete = [], True

@@ -292,6 +292,56 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None
     assert processes_with(str(tmp_path)) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_records_that_were_shown(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    saved = tmp_path / "r.json"
+    saved.write_text("of an earlier run\n")
+    command = [sys.executable, "-m", "perseus.bench", "memory", "--sizes", "4K,256M", "--peer", ""]
+    process = subprocess.Popen(
+        [*command, "--seconds", "500", "--json", str(saved)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    shown = [process.stdout.readline() for _ in range(4)]  # with the heading
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in error) == (128 + number, False), error
+    measured = records(saved)
+    assert [(entry["bytes"], entry["peer"]) for entry in measured] == [
+        (4096, peer) for peer in ("perseus", "memcpy", "memcpy-unaligned")
+    ]
+    assert all(entry["peer"] in line for entry, line in zip(measured, shown[1:], strict=True))
+
+
+def test_a_file_that_cannot_be_opened_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "run", None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    link = tmp_path / "r.json"
+    link.symlink_to(tmp_path / "missing" / "r.json")
+    for arguments in (["latency"], ["--advise"]):
+        assert command_line.main([*arguments, "--json", str(link)]) == 2
+        fact = f"--json {link}: No such file or directory"
+        assert capsys.readouterr().err == f"perseus-bench: error: {fact}\n"
+
+
+def test_wrong_usage_leaves_the_records_of_an_earlier_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    saved = tmp_path / "r.json"
+    saved.write_text("of an earlier run\n")
+    assert command_line.main(["latency", "--json", str(saved), "--rate", "1gbit"]) == 2
+    assert command_line.main(["latency", "--json", str(saved), "--advise"]) == 2
+    assert saved.read_text() == "of an earlier run\n"
+
+
 def test_an_interrupted_advice_has_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
