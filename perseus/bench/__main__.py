@@ -13,9 +13,8 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
-from perseus import config
+from perseus import command_line, config
 from perseus.bench import report
 from perseus.bench.bars import suite
 from perseus.bench.codecs import check_variables
@@ -38,6 +37,7 @@ from perseus.bench.plan import (
 from perseus.bench.record import Record
 from perseus.bench.sizes import in_equal_parts, parse_sizes, show_bytes
 from perseus.bench.virtual_hosts import VirtualHosts
+from perseus.command_line import Parser, log
 from perseus.run.hosts import parse_hosts
 
 _CASES = {
@@ -67,14 +67,14 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; return the exit status.
 
-    It is 0 on success, 1 if a job failed or a result was wrong, 2 for wrong usage, and 128 + n if
-    signal n ended it.
+    It is 0 on success, 1 if a job failed, a result was wrong or an output could not be written, 2
+    for wrong usage, and 128 + n if signal n ended it, where a closed output counts as SIGPIPE.
     """
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, which must remain so
             signal.signal(number, _ended)
     try:
-        return _measure(arguments)
+        return command_line.run("perseus-bench", lambda: _measure(arguments))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -89,21 +89,18 @@ def _measure(arguments: Sequence[str] | None) -> int:
         jobs = _jobs(given)
         outputs.open()
     except ValueError as error:
-        print(f"perseus-bench: error: {error}", file=sys.stderr)
+        log(f"perseus-bench: error: {error}")
         return _USAGE_ERROR
     for job in jobs:
         _log_other_sizes(job)
     load_before = os.getloadavg()[0]
     records: list[Record] = []
     problems, complete = _run_all(jobs, records, outputs)
-    if not given.cases:
-        print(f"\n{report.summary(records)}")
     outputs.conclude(records, problems, load_before)
+    if not given.cases:
+        outputs.show(f"\n{report.summary(records)}")
+    complete = complete and outputs.complete
     return 0 if complete and all(record.verified for record in records) else 1
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _log_other_sizes(job: Job) -> None:
@@ -111,11 +108,11 @@ def _log_other_sizes(job: Job) -> None:
     sizes = job.plan.sizes
     for case in job.plan.cases:
         if sizes and case in OWN_SIZES:
-            _log(f"perseus-bench: {case}: it has its own sizes, --sizes does not change them")
+            log(f"perseus-bench: {case}: it has its own sizes, --sizes does not change them")
     parted = {size: in_equal_parts(size, job.ranks) for size in sizes}
     others = [f"{exact} bytes for {size}" for size, exact in parted.items() if exact != size]
     if others and "collectives" in job.plan.cases:
-        _log(
+        log(
             f"perseus-bench: {', '.join(IN_EQUAL_PARTS)}: {', '.join(others)}, an equal part of "
             f"float32 for each of {job.ranks} ranks"
         )
@@ -133,18 +130,18 @@ def _advise(given: argparse.Namespace, outputs: Outputs) -> int:
 
     def show(line: str) -> None:
         outputs.add(line.rstrip())
-        print(advice.show(advice.Advice.from_json(line)), flush=True)
+        outputs.show(advice.show(advice.Advice.from_json(line)))
 
     models = _names(given.model, MODELS, "--model")
     plan = Plan([], models=models, links=given.links or 1, advise=True, compute_s=given.compute)
     job = _job(given, plan)
     outputs.open()
     try:
-        run(job, _log, show)
+        run(job, log, show)
     except (JobError, HostsUnavailableError) as error:
-        _log(f"perseus-bench: {error}")
+        log(f"perseus-bench: {error}")
         return 1
-    return 0
+    return 0 if outputs.complete else 1
 
 
 def _ended(number: int, frame: FrameType | None) -> None:
@@ -165,15 +162,15 @@ def _run_all(jobs: list[Job], records: list[Record], outputs: Outputs) -> tuple[
         record = Record.from_json(line)
         records.append(record)
         outputs.add(record.to_json())
-        print(report.show_line(record), flush=True)
+        outputs.show(report.show_line(record))
 
     problems, complete = [], True
-    print(report.heading(), flush=True)
+    outputs.show(report.heading())
     for job in jobs:
         try:
-            run(job, _log, show)
+            run(job, log, show)
         except (JobError, HostsUnavailableError) as error:
-            _log(f"perseus-bench: {error}")
+            log(f"perseus-bench: {error}")
             problems.append(str(error))
             optional = len(jobs) > 1 and isinstance(error, HostsUnavailableError)
             complete = complete and optional
@@ -325,16 +322,9 @@ def _names(text: str, known: Collection[str], flag: str) -> list[str]:
     return names
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises errors as ValueError, for a message of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; perseus-bench -h lists all options")
-
-
 def _parser() -> argparse.ArgumentParser:
     cases = "\n".join(f"  {name:12} {text}" for name, text in _CASES.items())
-    parser = _Parser(
+    parser = Parser(
         prog="perseus-bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Starts ranks and measures Perseus, peers and the machine's limits in turn in "

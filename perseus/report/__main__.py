@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from perseus import command_line
+from perseus.command_line import Parser, log, show
 from perseus.report import plots
 from perseus.report.page import make_page, warnings
 from perseus.report.trace import read_all
@@ -16,7 +17,14 @@ _USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page; return the exit status, 0, or 2 after printing one line with the error."""
+    """Write the page; return the exit status: 0, or 2 after printing one line with the error.
+
+    If the page is written, but standard output cannot be, see command_line.run().
+    """
+    return command_line.run("perseus-report", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         given = _parser().parse_args(arguments)
         if reason := plots.unavailable():
@@ -24,23 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traces = read_all(given.traces)
         given.output.write_text(make_page(traces), encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"perseus-report: error: {error}", file=sys.stderr)
+        log(f"perseus-report: error: {error}")
         return _USAGE_ERROR
     for warning in warnings(traces):
-        print(f"perseus-report: {warning}", file=sys.stderr)
-    print(f"wrote {given.output}")
+        log(f"perseus-report: {warning}")
+    show(f"wrote {given.output}")
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises errors as ValueError, for a message of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; perseus-report -h lists all options")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="perseus-report",
         description="Makes one HTML page from the timelines of a job's ranks (HOROVOD_TIMELINE, "
         "PERSEUS_TIMELINE_ALL_RANKS=1): overlap of backward and communication, bandwidth, slowest "

@@ -10,8 +10,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
+from perseus import command_line
+from perseus.command_line import Parser, log, show
 from perseus.compat.common.command import with_alias
 from perseus.installed import require
 from perseus.run import mpirun, settings, signals
@@ -38,17 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 0 if all ranks succeeded, else that of the first rank that failed;
     2 for wrong usage.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    return command_line.run("perseusrun", lambda: _run(words))
+
+
+def _run(arguments: list[str]) -> int:
     signals.remember_children()
     try:
-        given = _parsed(sys.argv[1:] if arguments is None else list(arguments))
+        given = _parsed(arguments)
         if given.version:
-            print(__version__)
+            show(__version__)
             return 0
         if given.check_build:
-            print(report(__version__))
+            show(report(__version__))
             return 0
         if given.inspect is not None:
-            print(ask(given.inspect))
+            show(ask(given.inspect))
             return 0
         if given.build_xla:
             require("tensorflow")
@@ -87,7 +94,7 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
         except ValueError as error:
             raise ValueError(f"with --config-file {given.config_file}: {error}") from None
     for flag, why in (given.needless or {}).items():
-        print(f"perseusrun: {flag} has no effect: {why}", file=sys.stderr)
+        log(f"perseusrun: {flag} has no effect: {why}")
     return given
 
 
@@ -165,11 +172,8 @@ def _where(given: argparse.Namespace) -> tuple[list[Host], int]:
     return hosts or [Host("localhost", ranks)], ranks
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises errors as ValueError, and loads the core's table of variables only for -h."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; perseusrun -h lists all options")
+class _Parser(Parser):
+    """Loads the core's table of variables only for -h."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return the options that a word may mean, without abbreviations of words such as -np.
@@ -323,5 +327,5 @@ def _variables() -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"perseusrun: error: {message}", file=sys.stderr)
+    log(f"perseusrun: error: {message}")
     return code

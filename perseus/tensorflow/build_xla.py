@@ -14,6 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from perseus import command_line
+from perseus.command_line import log, show
+
 _MEMORY_KB = 2 << 20
 
 
@@ -58,7 +61,7 @@ def build() -> Path:
         raise RuntimeError(
             f"[xla] compiling takes {_MEMORY_KB >> 10} MiB of memory, {free >> 10} MiB are free"
         )
-    print("compiling the XLA library, which takes a minute or two", flush=True)
+    show("compiling the XLA library, which takes a minute or two")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder, target.name)
@@ -78,10 +81,14 @@ def build() -> Path:
 
 def main() -> int:
     """Build the library; exit status 0 if that worked."""
+    return command_line.run("perseusrun", _build)
+
+
+def _build() -> int:
     try:
-        print(build())
+        show(str(build()))
     except (RuntimeError, ImportError, OSError) as error:
-        print(f"perseusrun: {error}", file=sys.stderr)
+        log(f"perseusrun: {error}")
         return 1
     return 0
 
