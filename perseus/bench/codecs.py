@@ -19,6 +19,7 @@ PLAIN = "none"
 _MOST_ELEMENTS = 1.25
 _INTEGER_BLOCK = 32  # the fewest elements in a block, which has scales of 4 bytes, or 16 with int2
 _SUM_ROUNDING = 2.0**-22  # the rounding error of a float32 sum, per rank
+_HALF = 3 * 2.0**-11  # the largest error of float16, see _KINDS
 
 # Values that leave gradients within the bounds of DEFAULT, of the variables that choose codecs.
 _USUAL = {
@@ -44,6 +45,7 @@ class _Kind:
         error of a single step unbounded.
     relative: the error relative to a tensor's norm, for gradients of any distribution.
     argument: the type of the codec's argument; None = it takes none.
+    lost: the part of `largest` that no residual holds, if residuals make `largest` unbounded.
     """
 
     share: Callable[[float, int], tuple[float, float]]
@@ -51,6 +53,7 @@ class _Kind:
     rms: float | None
     relative: float
     argument: type[float] | type[int] | None = None
+    lost: float = 0.0
 
 
 def _integer_share(bits: int, scales: int = 1) -> Callable[[float, int], tuple[float, float]]:
@@ -69,9 +72,9 @@ def _topk_share(ratio: float, ranks: int) -> tuple[float, float]:
 # int4 round by up to half a step, 1/127 or 1/7 of a block's largest value, at the sender and in the
 # result, and a residual adds up to half a step. int2 holds back most values.
 _KINDS: dict[str, _Kind] = {
-    DEFAULT: _Kind(lambda _, __: (0.5, 1.0), 3 * 2.0**-11, 1.2 * 2.0**-11, 0.005),
+    DEFAULT: _Kind(lambda _, __: (0.5, 1.0), _HALF, 1.2 * 2.0**-11, 0.005),
     PLAIN: _Kind(_exactly(1.0), 0.0, 0.0, 1e-4),
-    "fp16": _Kind(_exactly(0.5), 3 * 2.0**-11, 1.2 * 2.0**-11, 0.005),
+    "fp16": _Kind(_exactly(0.5), _HALF, 1.2 * 2.0**-11, 0.005),
     "bf16": _Kind(_exactly(0.5), 3 * 2.0**-8, 1.2 * 2.0**-8, 0.02),
     "int8": _Kind(_integer_share(8), 2 / 127, 0.025, 0.3),
     "int4": _Kind(_integer_share(4), 2 / 7, 0.3, 1.0),
@@ -80,10 +83,11 @@ _KINDS: dict[str, _Kind] = {
     # Each rank steps with its own gradients.
     "rotate": _Kind(lambda n, _: (1 / n, 1 / n), None, None, 10.0, int),
     # Of most matrices 1/20 or less; small and narrow gradients travel as float16.
-    "powersgd": _Kind(lambda _, __: (0.0, 0.5), None, None, 1.0, int),
+    "powersgd": _Kind(lambda _, __: (0.0, 0.5), None, None, 1.0, int, _HALF),
     # Of normal values about 0.86; others may have more or fewer exponents.
     "lossless": _Kind(lambda _, __: (0.0, 1.01), 0.0, 0.0, 1e-4),
-    "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 2.0),  # as int2, which it may choose
+    # As int2, which it may choose, or float16.
+    "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 2.0, lost=_HALF),
 }
 
 
@@ -103,6 +107,12 @@ class Codec:
     def holds_back(self) -> bool:
         """Whether part of a gradient is only sent in a later step."""
         return _KINDS[self.name].rms is None
+
+    @property
+    def lost(self) -> float:
+        """The bound of an element's error that a later step does not make up for, relative to the
+        largest input, if the codec holds back values."""
+        return _KINDS[self.name].lost
 
     @property
     def relative_error(self) -> float:

@@ -133,10 +133,10 @@ class Entrant:
         return right
 
     def conclude(self, reduce: Callable[[int], None]) -> bool:
-        """Return whether no value was lost, after a flush of the residuals. A collective.
+        """Return whether no value was lost but by rounding, after the residuals were flushed.
 
-        If residuals cannot be flushed, returns whether the missing values have a smaller norm than
-        the exact sum.
+        A collective. If residuals cannot be flushed, returns whether the missing values have a
+        smaller norm than the exact sum.
         """
         if not self._given:
             return True
@@ -158,7 +158,8 @@ class Entrant:
         if flush is None:
             return held < produced
         steps = self._step + 1
-        return largest <= steps * steps * self._session.size * 2.0**-23 * self._data.largest
+        bound = steps * self._codec.lost + steps * steps * self._session.size * 2.0**-23
+        return largest <= bound * self._data.largest
 
     def _take(self) -> None:
         for given, (_, flat) in zip(self._given, self._flat(), strict=False):

@@ -215,6 +215,33 @@ def test_what_topk_holds_back_comes_out_in_the_end(
     assert entrant.conclude(topk.reduce) is complete
 
 
+@pytest.mark.parametrize("label", ["powersgd:4", "auto", "int2", "topk:0.05"])
+def test_only_what_travels_as_float16_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    monkeypatch.setattr(gradients.hvd, "flush_residuals", lambda: None, raising=False)
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "exact": lambda t: t,
+        "float16": lambda t: t.half().float(),
+        "int8": lambda t: _int8(t, 31),
+    }
+    right = []
+    for name, through in ways.items():
+        entrant, work = _entrant(parse(label)[0])
+
+        def reduce(_: int) -> None:
+            for tensor in work:  # noqa: B023 - it is called within this turn
+                tensor.copy_(through(tensor))  # noqa: B023
+
+        for _ in range(4):
+            entrant.fill()
+            reduce(0)
+            entrant.check()
+        if entrant.conclude(reduce):
+            right.append(name)
+    assert right == ["exact", *(["float16"] if label in ("powersgd:4", "auto") else [])]
+
+
 def test_without_a_flush_topk_must_point_where_gradients_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
