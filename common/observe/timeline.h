@@ -20,8 +20,8 @@ namespace perseus {
 
 class Timeline final : public BucketObserver {
  public:
-  // `identity` is the world's in traces; `transports[rank]` leads to that rank. Records from the start where HOROVOD_TIMELINE names a file;
-  // throws Error(kInvalidArgument) when that file cannot be written.
+  // `identity` is the world's in traces; `transports[rank]` leads to that rank. Records from the start where
+  // HOROVOD_TIMELINE names a file; throws Error(kInvalidArgument) when that file cannot be written.
   Timeline(const World& world, const std::string& identity, const Config& config,
            const std::vector<TransportKind>& transports, const Log& log);
 
