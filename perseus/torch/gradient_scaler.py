@@ -1,6 +1,6 @@
 """Lets a GradScaler divide gradients only once they are averaged.
 
-Stateless, but for the method of torch.amp.GradScaler that it replaces.
+Stateless, but for the methods of torch.amp.GradScaler that it replaces.
 """
 
 from __future__ import annotations
@@ -10,26 +10,41 @@ from typing import Any
 
 import torch
 
+from perseus.torch.untraced import untraced
+
 # Before torch 2.3 it is only there. What is there now is derived from the former.
 GradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
-_METHOD = "_unscale_grads_"
 
 
 @functools.cache
 def let_scalers_wait() -> None:
-    """Let scalers call an optimizer's before_unscaling(), if it has one, before they read p.grad.
+    """Let the scalers of this process average a wrapped optimizer's gradients before they read any.
 
-    They read it in unscale_() and step(), which therefore work as with DistributedDataParallel. A
-    scaler that has no such method is left alone: the reducer notices what it does to gradients.
+    They read p.grad in unscale_() and step(). Optimizers may have before_unscaling(), which is
+    called before that, and after_scaled_step(), which is called after each step of the scaler,
+    whether or not it has called the optimizer's.
     """
-    unscale = getattr(GradScaler, _METHOD, None)
-    if unscale is None:
-        return
+    unscale, step = GradScaler.unscale_, GradScaler.step
 
     @functools.wraps(unscale)
-    def average_and_unscale(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if (before := getattr(optimizer, "before_unscaling", None)) is not None:
-            before()
-        return unscale(self, optimizer, *args, **kwargs)
+    def average_and_unscale(self: Any, optimizer: Any) -> None:
+        # One that is disabled returns at once, but scripts clip gradients after it all the same.
+        _call(optimizer, "before_unscaling")
+        unscale(self, optimizer)
 
-    setattr(GradScaler, _METHOD, average_and_unscale)
+    @functools.wraps(step)
+    def average_and_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled():  # else it only calls the optimizer's step, maybe with a closure
+            _call(optimizer, "before_unscaling")
+        result = step(self, optimizer, *args, **kwargs)
+        _call(optimizer, "after_scaled_step")
+        return result
+
+    GradScaler.unscale_, GradScaler.step = average_and_unscale, average_and_step
+
+
+@untraced
+def _call(optimizer: Any, method: str) -> None:
+    function = getattr(optimizer, method, None)
+    if function is not None:
+        function()

@@ -79,6 +79,8 @@ class _LocalOptimizer(_DistributedOptimizer):
 
         See DistributedOptimizer.
         """
+        if self._has_waited():
+            return
         if not self._steps_now:
             # A gradient scaler has skipped the last step here, but not on all hosts.
             self._local_steps.end_step()

@@ -137,6 +137,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         dropped, and the count of backward passes restarts. What `Compression.rotate` would still
         correct is dropped, too, as the model's parameters are loaded beside this state.
         """
+        self._reducer.allow_changes()
         try:
             self._reducer.finish_begun()
         except MismatchError:
@@ -170,6 +171,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         is reduced, as before. Raises ValueError for joining ones and for master weights if hosts
         average parameters instead of gradients.
         """
+        if self._has_waited():
+            return
         reducer = self._reducer
         if reducer.begins_world:
             self._follow_world()
@@ -188,11 +191,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def before_unscaling(self) -> None:
         """Call synchronize(), unless the script has. A GradScaler calls it before it reads p.grad.
 
-        The next step() then behaves as within skip_synchronize().
+        The next step() then behaves as within skip_synchronize(), and synchronize() does nothing.
         """
         if self._should_synchronize and (self._reducer.has_begun() or not self._synchronized):
             self.synchronize()
             self._scaler_waited = True
+
+    def after_scaled_step(self) -> None:
+        """Forget that a GradScaler has waited for the gradients of a step that it left out."""
+        if self._scaler_waited:
+            self._scaler_waited = self._synchronized = False
+
+    def _has_waited(self) -> bool:
+        """Return whether a GradScaler has waited for the gradients that are there now."""
+        return self._scaler_waited and not self._reducer.has_begun()
 
     def _follow_world(self) -> None:
         """Begin or end to take part if ranks have changed, with which a process set has others."""
@@ -284,10 +296,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._check.due():
             named = self._parameters.named(self.param_groups)
             self._check.compare((name, buffer_of(p)) for name, p in named)
-        # A scaler may have left out the step for which it has waited.
-        has_waited = self._scaler_waited and not self._reducer.has_begun()
+        synchronizes = self._should_synchronize and not self._has_waited()
         self._scaler_waited = False
-        synchronizes = self._should_synchronize and not has_waited
         if synchronizes and self._synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -393,8 +403,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Call the wrapped optimizer. Raises AssertionError while gradients are being reduced."""
         if self._reducer.busy():
             raise AssertionError(_RACE)
-        if self._scaler_waited:  # for a step that it has left out
-            self._scaler_waited = self._synchronized = False
+        self.after_scaled_step()  # the script has left out the step
         super().zero_grad(*args, **kwargs)
 
     # Shows torch's signature; the wrapped optimizer may have another, and defaults of its own.

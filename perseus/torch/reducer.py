@@ -249,6 +249,11 @@ class GradientReducer(HandleReducer):
         failures, self._failures = self._failures, Failures()
         failures.raise_first()
 
+    def allow_changes(self) -> None:
+        """Let it be no error if the script has changed gradients under way: others replace them."""
+        for bundle in self.reductions:
+            bundle.watched.clear()
+
     def _changed(self) -> _Bundle | None:
         """Return one of which the script has changed a gradient that is being reduced."""
         for bundle in self.reductions:
@@ -333,7 +338,7 @@ class GradientReducer(HandleReducer):
         if is_shared(gradient):
             if self._memory.concerns(gradient):
                 return gradient.detach().clone()
-        elif not gradient.is_inference():
+        elif self._plain and not gradient.is_inference():  # else a Compressor may change it
             # Others that share the memory would count versions together with it.
             bundle.watched.append((gradient, gradient._version))
         # It holds the memory, also where the script gives p.grad another one by p.grad.data = ….

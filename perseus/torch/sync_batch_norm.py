@@ -27,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
     Gradients of weight and bias are this rank's share; their sum over ranks is the joined batch's.
     In eval mode, and on one rank, it is plain batch normalisation and does not communicate.
     Raises ValueError for inputs of less than two dimensions or another C, and on every rank when
-    the joined batch has less than two values per channel.
+    the joined batch has one value per channel.
     """
 
     def __init__(

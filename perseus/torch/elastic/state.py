@@ -134,7 +134,24 @@ class SchedulerStateHandler(_BroadcastHandler):
 
 
 class ScalerStateHandler(_BroadcastHandler):
-    """Keeps a gradient scaler's state_dict(): the scale, and the steps since it has changed."""
+    """Keeps a gradient scaler's state_dict(): the scale, and the steps since it has changed.
+
+    A step that has failed may have been unscaled already. The next one is a new one.
+    """
+
+    def restore(self) -> None:
+        """Give the scaler a copy, and let it forget the step."""
+        super().restore()
+        self._forget_step()
+
+    def sync(self) -> None:
+        """Load rank 0's state, and let the scaler forget the step."""
+        super().sync()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        # As update() does, which would also change the scale.
+        getattr(self.value, "_per_optimizer_states", {}).clear()
 
 
 class SamplerStateHandler(_BroadcastHandler):

@@ -117,6 +117,15 @@ def _after_four_steps(passes: int, fails: bool) -> torch.Tensor:
 
 def check_gradient_scalers_go_on_as_they_were_committed() -> None:
     """Ranks begin with different scales; the others take over rank 0's."""
+    _scale_and_fail("after the step")
+
+
+def check_gradient_scalers_forget_a_step_that_has_failed() -> None:
+    """Otherwise the next one would be applied without having been unscaled."""
+    _scale_and_fail("after unscaling")
+
+
+def _scale_and_fail(where: str) -> None:
     rank, size = hvd.rank(), hvd.size()
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)])
@@ -129,11 +138,15 @@ def check_gradient_scalers_go_on_as_they_were_committed() -> None:
         while state.step < 6:
             optimizer.zero_grad()
             scaler.scale((parameter * (rank + 1.0)).sum()).backward()
+            scaler.unscale_(optimizer)
+            if where == "after unscaling" and len(scales) == 2:
+                scales.append(scaler.get_scale())
+                raise hvd.HorovodInternalError("injected")
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
             state.step += 1
-            if rank == size - 1 and len(scales) == 3:
+            if where == "after the step" and rank == size - 1 and len(scales) == 3:
                 raise hvd.HorovodInternalError("injected")
             if state.step % 2 == 0:
                 state.commit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from local_training import kinds
@@ -109,16 +110,54 @@ def check_an_overflow_on_one_rank_leaves_out_the_step_on_all() -> None:
 
 def check_a_step_after_one_that_was_left_out_reduces() -> None:
     """Even where this rank computes no gradient for it, and others do."""
-    training, scaler = Training(hvd.DistributedOptimizer, op=hvd.Sum), _scaler()
-    _compute(training, scaler, float("nan"))
-    scaler.step(training.optimizer)
-    training.optimizer.zero_grad(set_to_none=False)
-    if hvd.rank() == 0:
-        (training.parameters["w"] * 3.0).sum().backward()
-    training.optimizer.step()
-    values = training.values()
-    torch.testing.assert_close(values[0], torch.full(SHAPES["w"], -3.0 * RATE))
-    assert not any(value.any() for value in values[1:])
+    for scaled, zeroed_by_optimizer in itertools.product((True, False), repeat=2):
+        training, scaler = Training(hvd.DistributedOptimizer, op=hvd.Sum), _scaler()
+        _compute(training, scaler, float("nan"))
+        scaler.step(training.optimizer)
+        scaler.update()
+        if zeroed_by_optimizer:
+            training.optimizer.zero_grad(set_to_none=False)
+        for parameter in training.parameters.values():
+            parameter.grad.zero_()
+        factor = scaler.get_scale() if scaled else 1.0
+        if hvd.rank() == 0:
+            (training.parameters["w"] * 3.0 * factor).sum().backward()
+        if scaled:
+            scaler.step(training.optimizer)
+            scaler.update()
+        else:
+            training.optimizer.step()
+        values = training.values()
+        torch.testing.assert_close(values[0], torch.full(SHAPES["w"], -3.0 * RATE))
+        assert not any(value.any() for value in values[1:])
+
+
+def check_a_disabled_scaler_lets_averages_be_clipped() -> None:
+    """As where a script is run without mixed precision, or without a GPU."""
+    training = Training(hvd.DistributedOptimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(3):
+        _compute(training, scaler)
+        scaler.unscale_(training.optimizer)
+        nn.utils.clip_grad_norm_(training.parameters.values(), MOST)
+        scaler.step(training.optimizer)
+        scaler.update()
+    _expect(training, [0, 1, 2], clipped=True)
+
+
+def check_synchronize_after_unscaling_reduces_nothing_again() -> None:
+    for wrap in (hvd.DistributedOptimizer, partial(hvd.LocalSGD, every=2)):
+        options = {"op": hvd.Sum} if wrap is hvd.DistributedOptimizer else {}
+        training, scaler = Training(wrap, **options), _scaler()
+        for _ in range(4):
+            _compute(training, scaler, 1.0 / hvd.size() if options else 1.0)
+            scaler.unscale_(training.optimizer)
+            training.optimizer.synchronize()
+            with training.optimizer.skip_synchronize():
+                scaler.step(training.optimizer)
+            scaler.update()
+        hvd.synchronize_parameters()
+        _expect(training, [0, 1, 2, 3])
 
 
 def check_sums_of_steps_are_divided_once_they_are_complete() -> None:
@@ -176,3 +215,36 @@ def check_gradients_that_change_while_they_are_averaged_are_refused() -> None:
             training.optimizer.step()
         assert training.equal_everywhere()
     assert_job_usable()
+
+
+def check_what_replaces_gradients_under_way_makes_their_change_no_error() -> None:
+    training = Training(hvd.DistributedOptimizer)
+    training.step()
+    saved = training.saved()
+    training.compute()
+    nn.utils.clip_grad_norm_(training.parameters.values(), MOST)
+    training.load(saved)
+    training.optimizer.zero_grad()
+    training.taken = 1
+    training.step()
+    _expect(training, [0, 1])
+
+
+class _Doubling(hvd.Compression.none):
+    """Changes what it is given, as error feedback in place does."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor.mul_(2.0), None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: None) -> torch.Tensor:
+        del ctx
+        return tensor / 2.0
+
+
+def check_a_compressor_may_change_gradients() -> None:
+    training = Training(hvd.DistributedOptimizer, compression=_Doubling)
+    for _ in range(3):
+        training.step()
+    _expect(training, [0, 1, 2])
