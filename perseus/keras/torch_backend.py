@@ -59,13 +59,14 @@ class _Reducer(HandleReducer):
 
     def reduce(
         self,
-        gradients: Sequence[torch.Tensor],
+        gradients: Sequence[Any],
         names: Sequence[str],
         bundles: Sequence[Sequence[int]],
         learning_rate: Any,
     ) -> tuple[list[torch.Tensor], bool]:
         """See BackendReducer."""
         self._rate = _number(learning_rate)
+        gradients = [_tensor(gradient) for gradient in gradients]
         tensors = [_reducible(gradient) for gradient in gradients]
         reductions: list[Reduction] = []
         failures = Failures()
@@ -137,9 +138,15 @@ def compared(
     return list(gradients)
 
 
-def dense(gradient: torch.Tensor) -> torch.Tensor:
+def dense(gradient: Any) -> torch.Tensor:
     """See Backend."""
-    return gradient.to_dense() if gradient.layout != torch.strided else gradient
+    tensor = _tensor(gradient)
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+def _tensor(gradient: Any) -> torch.Tensor:
+    """Return a gradient; if a script gives an array, as some optimizers take it, return a copy."""
+    return gradient if isinstance(gradient, torch.Tensor) else torch.tensor(gradient)
 
 
 def _reducible(gradient: torch.Tensor) -> torch.Tensor:

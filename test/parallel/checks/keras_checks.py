@@ -185,6 +185,21 @@ def check_missing_gradients_stay_missing() -> None:
     assert_close(variables, reference)
 
 
+def check_gradients_may_be_arrays() -> None:
+    """Optimizers without code of their own for PyTorch take arrays; nothing changes these."""
+    for make in (lambda: keras.optimizers.Ftrl(0.1), lambda: keras.optimizers.Adafactor(0.1)):
+        optimizer, plain = hvd.DistributedOptimizer(make()), make()
+        variables, reference = make_variables(), make_variables()
+        for step in range(2):
+            given = [np.array(array) for array in arrays_of(make_gradients(step))]
+            before = copy.deepcopy(given)
+            optimizer.apply(given, variables)
+            plain.apply(make_gradients(step, -1), reference)
+            for array, right in zip(given, before, strict=True):
+                assert np.array_equal(array, right), (array, right)
+        assert_close(variables, reference)
+
+
 def check_accumulated_gradients_travel_once_a_step() -> None:
     def make():
         return keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
