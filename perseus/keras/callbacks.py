@@ -16,6 +16,7 @@ from perseus import basics
 from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.participation import sums_over_steps
 from perseus.keras.backend import backend
 from perseus.keras.library import KERAS_2, keras
 from perseus.keras.metrics import means
@@ -40,6 +41,13 @@ _UNWRAPPED = (
     "and load saved models by hvd.load_model instead of keras.models.load_model"
 )
 
+_UNREDUCED = (
+    "[keras] a batch ended without a reduction, although the model's optimizer is a "
+    "DistributedOptimizer: every rank trains a model of its own. In Keras 2 it reduces in "
+    "minimize() and compute_gradients(), not in apply_gradients(). Call "
+    "self.optimizer.minimize(loss, variables, tape=tape) in train_step()"
+)
+
 
 class BroadcastGlobalVariablesCallback(InTrainingThread):
     """Gives every rank the root's weights and optimizer state, once, after the first batch.
@@ -48,8 +56,9 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
     Counts by which gradient_accumulation_steps decides whether to reduce are equal from the start.
     Each rank keeps its random seeds: ranks drop out different units.
 
-    Rank 0 warns if the model's optimizer is not a DistributedOptimizer and nothing else reduces
-    anything in a batch. In that case this callback does the comparisons of
+    Rank 0 warns if nothing is reduced in a batch and the model's optimizer is not a
+    DistributedOptimizer, or is one of Keras 2, which does not reduce in apply_gradients(). If it is
+    not a DistributedOptimizer, this callback does the comparisons of
     PERSEUS_PARAMETER_CHECK_N_STEPS.
 
     root_rank: a global rank. device: accepted for Horovod's sake. local_variables: not broadcast.
@@ -81,14 +90,16 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
         """Broadcast counts, the first time; compare parameters unless the optimizer does so."""
         if not self.broadcast_done:
             self._broadcast_counts()
-        if is_distributed(self.model.optimizer):
-            return
-        if self._check.due():
+        distributed = distributed_in(self.model.optimizer)
+        if not distributed and self._check.due():
             self._check.compare(
                 (readable(variable), _bytes(variable))
                 for variable in self._shared(self.model.trainable_weights)
             )
-        self._operations = basics.stats()["operations"] if self.broadcast_done else None
+        watches = self.broadcast_done and all(map(_may_be_bypassed, distributed))
+        # While the core sums up gradients, most batches finish no operation.
+        watches = watches and not sums_over_steps()
+        self._operations = basics.stats()["operations"] if watches else None
 
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast, the first time."""
@@ -126,7 +137,13 @@ class BroadcastGlobalVariablesCallback(InTrainingThread):
             return
         self._looked = True
         if basics.rank() == 0 and basics.size() > 1 and basics.stats()["operations"] == before:
-            warnings.warn(_UNWRAPPED, stacklevel=2)
+            distributed = is_distributed(self.model.optimizer)
+            warnings.warn(_UNREDUCED if distributed else _UNWRAPPED, stacklevel=2)
+
+
+def _may_be_bypassed(optimizer: Any) -> bool:
+    """Return whether a distributed optimizer owes a reduction to each batch, and may lack it."""
+    return KERAS_2 and optimizer._agg_helper is None and optimizer._reducer.active()
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -381,6 +382,46 @@ def check_weights_and_state_are_the_roots_after_a_batch() -> None:
         _same_everywhere([*shared, *_variables(model.optimizer)])
         others = hvd.allgather(kept.numpy()[None], name="kept").numpy()
         assert not np.array_equal(others[0], others[-1])
+
+
+def check_a_train_step_that_reduces_nothing_is_warned_of() -> None:
+    def warned(how: str, kind, **options) -> bool:
+        class Model(keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = _model()
+
+            def call(self, x):
+                return self.inner(x)
+
+            def train_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((self(x) - y) ** 2)
+                if how == "tape":
+                    tape = hvd_tf.DistributedGradientTape(tape)
+                weights = self.trainable_weights
+                if how == "minimize":
+                    self.optimizer.minimize(loss, weights, tape=tape)
+                else:
+                    gradients = tape.gradient(loss, weights)
+                    self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+                return {"loss": loss}
+
+        model = Model()
+        model.compile(hvd.DistributedOptimizer(kind.SGD(0.1), **options))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _fit(model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        return any("ended without a reduction" in str(entry.message) for entry in caught)
+
+    for kind in KINDS:
+        assert warned("apply_gradients", kind) == (hvd_tf.rank() == 0)
+        assert not warned("minimize", kind)
+        assert not warned("minimize", kind, backward_passes_per_step=3)
+        assert not warned("tape", kind)
+        with world_with(PERSEUS_ACCUMULATE_N_STEPS=3):
+            assert not warned("minimize", kind)
 
 
 def check_the_learning_rate_follows_and_momentum_is_corrected() -> None:
