@@ -272,13 +272,15 @@ def _at_exit() -> None:
     launchers would name one of them as the first to fail, and end the one that has more to say.
     TensorFlow and MXNet have exceptions of their own for it.
     """
+    from perseus.run.bootstrap.mpi_round import leave_after_failure
+
     ended = world_failure() is not None
     shutdown()
     reason = getattr(sys, "last_value", None)
-    if isinstance(reason, MismatchError):
-        return
-    if isinstance(reason, HorovodInternalError) or (ended and reason is not None):
+    follows = isinstance(reason, HorovodInternalError) or (ended and reason is not None)
+    if follows and not isinstance(reason, MismatchError):
         time.sleep(_FIRST_TO_FAIL_SECONDS)
+    leave_after_failure()
 
 
 def at_init(hook: Callable[[], None]) -> None:

@@ -28,6 +28,16 @@ def test_single_process_needs_no_store() -> None:
     assert find_store(SINGLE).port == 0
 
 
+@pytest.mark.parametrize("name", ["PMIX_RANK", "PMI_FD", "PMI_PORT"])
+def test_ranks_of_an_unknown_launcher_are_not_worlds_of_one(name: str) -> None:
+    """Such as those of prterun, which tells them by PMIx alone."""
+    program = "from perseus import basics; basics.init(); print('a world of', basics.size())"
+    (end,) = run_ranks([environment(**{name: "1"})], program)
+    assert end.returncode != 0 and "a world of" not in end.stdout
+    told = f"[rendezvous] {name}='1' comes from a launcher whose other variables are not known"
+    assert told in end.stderr
+
+
 @pytest.mark.parametrize("prefix", ["PERSEUS_RENDEZVOUS", "HOROVOD_GLOO_RENDEZVOUS"])
 def test_perseusrun_says_where_the_store_is(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     monkeypatch.setenv(f"{prefix}_ADDR", "10.1.2.3")

@@ -114,3 +114,78 @@ def test_mpi4py_of_another_mpi_is_named(mpi: tuple[str, list[str], Path]) -> Non
     result = run([*mpirun, "-np", "2", str(python), "-c", script(before=alone)])
     assert result.returncode != 0
     assert "mpirun started 2 ranks, but mpi4py sees 1" in result.stderr
+
+
+_HANGS = """
+import os, signal, time
+from mpi4py import MPI  # whose start waits for all ranks, for ever
+from perseus import basics, control
+rank = int(os.environ[{rank!r}])
+if rank == 1 and {when!r} == "before init()":
+    time.sleep(600)
+basics.init()
+control.gather_lines("", "first")
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+control.gather_lines("", "second")
+"""
+
+
+@pytest.mark.parametrize("when", ["before init()", "in training"])
+def test_a_rank_that_hangs_does_not_keep_the_job(
+    mpi: tuple[str, list[str], Path], when: str
+) -> None:
+    """Although MPI_Finalize, which mpi4py calls, waits for it."""
+    kind, mpirun, python = mpi
+    rank = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK"}[kind]
+    program = _HANGS.format(rank=rank, when=when)
+    result = run(
+        [*mpirun, "-np", "2", str(python), "-c", program],
+        GLOO_TIMEOUT_SECONDS="3",
+        HOROVOD_START_TIMEOUT="10" if when == "before init()" else "60",
+    )
+    assert result.returncode != 0
+    why = {"before init()": "some rank did not call init() within 10 s", "in training": "rank 1"}
+    assert why[when] in result.stderr
+
+
+_LATE = """
+import os, time
+if os.environ[{rank!r}] == "1":
+    time.sleep(4)
+begin = time.monotonic()
+try:
+    find_store(identify())
+except TimeoutError as error:
+    print("first", error, flush=True)
+try:
+    find_store(identify())
+except TimeoutError as error:
+    print("again", error, flush=True)
+os._exit(0)
+"""
+
+
+def test_what_mpi_has_begun_is_not_begun_again(mpi: tuple[str, list[str], Path]) -> None:
+    kind, mpirun, python = mpi
+    rank = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK"}[kind]
+    program = script(before=_LATE.format(rank=rank))
+    result = run([*mpirun, "-np", "2", str(python), "-c", program], HOROVOD_START_TIMEOUT="2")
+    assert "first [rendezvous] some rank did not call init() within 2 s" in result.stdout
+    assert "again [rendezvous] an earlier init() has waited in vain" in result.stdout
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
+def test_mpi4py_without_its_mpi_is_named(
+    mpi: tuple[str, list[str], Path], tmp_path: Path, error: str
+) -> None:
+    _, mpirun, python = mpi
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    text = "cannot load MPI library\\nlibmpi.so.40: cannot open shared object file"
+    (tmp_path / "mpi4py/MPI.py").write_text(f"raise {error}('{text}')")
+    first = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    result = run([*mpirun, "-np", "2", str(python), "-c", script(before=first)])
+    assert result.returncode != 0
+    assert "mpi4py is installed but does not find its MPI (cannot load MPI library" in result.stderr
+    assert "uninstall it, or start with perseusrun" in result.stderr

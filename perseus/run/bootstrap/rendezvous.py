@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from perseus.run.bootstrap import mpi_round
 from perseus.run.bootstrap.addresses import (
     host_identity,
     is_loopback,
@@ -42,7 +43,8 @@ from perseus.run.bootstrap.torch_round import announce, ask, await_announcement
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 6666
 _SLURM_PORTS = 10_000  # the range of ports over which Slurm's jobs on one node are spread
-_MESSAGE_BYTES = 1024
+# What a launcher of Open MPI, MPICH or Slurm sets beside variables that tell a rank its place.
+_OF_LAUNCHERS = "PMIX_RANK", "PMI_FD", "PMI_PORT"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def find_store(identity: Identity, environment: Mapping[str, str] | None = None)
     """
     if identity.launcher == "perseusrun":
         return _from_perseusrun(identity)
+    if identity.launcher == "single":
+        _refuse_unknown_launcher()
     if identity.size == 1:
         return Rendezvous("", 0, b"")
     launchers: dict[str, Callable[[Identity], Rendezvous]] = {
@@ -81,6 +85,19 @@ def find_store(identity: Identity, environment: Mapping[str, str] | None = None)
         "slurm": partial(_through_slurm, environment=environment),
     }
     return launchers[identity.launcher](identity)
+
+
+def _refuse_unknown_launcher() -> None:
+    """Raise ValueError if each of several ranks would be a world of one.
+
+    common/bootstrap/bootstrap.cc does the same for programs without Python.
+    """
+    for name in _OF_LAUNCHERS:
+        if value := setting(name):
+            raise ValueError(
+                f"[rendezvous] {name}={value!r} comes from a launcher whose other variables are "
+                "not known: start the job with perseusrun, or with mpirun of Open MPI or MPICH"
+            )
 
 
 def _from_perseusrun(identity: Identity) -> Rendezvous:
@@ -219,76 +236,40 @@ def _wait_for_master(host: str, port: int, deadline: float) -> None:
 def _through_mpi(identity: Identity, environment: Mapping[str, str] | None) -> Rendezvous:
     if find_spec("mpi4py") is None:
         return _through_launcher(environment)
-    # The import initialises MPI, and mpi4py finalises it at exit. The script's own import of mpi4py
-    # shares both.
-    mpi = import_module("mpi4py.MPI")
-    if not mpi.Is_initialized():
-        mpi.Init_thread()
-    world = mpi.COMM_WORLD
-    if (world.Get_rank(), world.Get_size()) != (identity.rank, identity.size):
-        library = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\0 ")
-        raise RuntimeError(
-            f"[rendezvous] mpirun started {identity.size} ranks, but mpi4py sees "
-            f"{world.Get_size()}: it runs on '{library}', not on this mpirun's library; pip "
-            f"install an mpi4py for it, or start with perseusrun"
-        )
-    return _agree_by_mpi(world, identity)
-
-
-def _agree_by_mpi(world: Any, identity: Identity) -> Rendezvous:
-    """Announce rank 0's store by collectives of MPI.
-
-    MPI_Finalize waits for all ranks, so every rank takes part in all of them, and all ranks fail if
-    one does.
-    """
     deadline = time.monotonic() + start_timeout()
-    hosts = _all_texts(world, identity.size, socket.gethostname(), deadline)
+    mpi_round.join(identity, deadline)
+    hosts = mpi_round.gather(socket.gethostname(), deadline)
 
     def serve() -> Rendezvous:
         local = identity.local_size == identity.size
         return _serve(_LOOPBACK if local else own_address(hosts))
 
-    def tell(text: str) -> None:
-        message[:] = _padded(text)
-
-    message = bytearray(_MESSAGE_BYTES)
+    told = ""
     found: Rendezvous | None = None
     failure: Exception | None = None
     problem = ""
+
+    def tell(text: str) -> None:
+        nonlocal told
+        told = text
+
     if identity.rank == 0:
         try:
             found = _serve_and_announce(serve, tell)
         except Exception as error:
             failure = error
-    _finish(world.Ibcast(message, root=0), deadline)
+    announced = mpi_round.broadcast(told, deadline)
     if identity.rank != 0:
         try:
-            found = _reader(identity, ())(_unpadded(message))
+            found = _reader(identity, ())(announced)
         except ValueError as error:
             problem = str(error)
-    problems = [text for text in _all_texts(world, identity.size, problem, deadline) if text]
+    problems = [text for text in mpi_round.gather(problem, deadline) if text]
     if failure is not None:
         raise failure
     if found is None or problems:
         raise ValueError(problems[0])
     return found
-
-
-def _all_texts(world: Any, size: int, text: str, deadline: float) -> list[str]:
-    """Return the texts of all ranks; what is longer than a message is cut off."""
-    received = bytearray(_MESSAGE_BYTES * size)
-    _finish(world.Iallgather(_padded(text), received), deadline)
-    pieces = [received[i : i + _MESSAGE_BYTES] for i in range(0, len(received), _MESSAGE_BYTES)]
-    return [_unpadded(piece) for piece in pieces]
-
-
-def _padded(text: str) -> bytes:
-    return text.encode(errors="replace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-
-
-def _unpadded(message: bytearray) -> str:
-    # The end may be the half of a character.
-    return message.rstrip(b"\0").decode(errors="ignore")
 
 
 def _through_launcher(environment: Mapping[str, str] | None) -> Rendezvous:
@@ -297,16 +278,6 @@ def _through_launcher(environment: Mapping[str, str] | None) -> Rendezvous:
     A process that has done so can no longer initialise MPI.
     """
     return Rendezvous(*import_module("perseus._core").launched_store(as_texts(environment)))
-
-
-def _finish(request: Any, deadline: float) -> None:
-    while not request.Test():
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"[rendezvous] some rank did not call init() within {start_timeout()} s "
-                f"(HOROVOD_START_TIMEOUT)"
-            )
-        time.sleep(0.001)
 
 
 def _through_slurm(identity: Identity, environment: Mapping[str, str] | None) -> Rendezvous:
