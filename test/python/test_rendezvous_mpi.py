@@ -137,6 +137,8 @@ def test_a_rank_that_hangs_does_not_keep_the_job(
 ) -> None:
     """Although MPI_Finalize, which mpi4py calls, waits for it."""
     kind, mpirun, python = mpi
+    segments = Path("/dev/shm")
+    before = {*segments.glob("mpich_shm_*"), *segments.glob("sm_segment.*")}
     rank = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK"}[kind]
     program = _HANGS.format(rank=rank, when=when)
     result = run(
@@ -147,6 +149,9 @@ def test_a_rank_that_hangs_does_not_keep_the_job(
     assert result.returncode != 0
     why = {"before init()": "some rank did not call init() within 10 s", "in training": "rank 1"}
     assert why[when] in result.stderr
+    # What MPI itself leaves where a job is aborted.
+    for left in {*segments.glob("mpich_shm_*"), *segments.glob("sm_segment.*")} - before:
+        left.unlink()
 
 
 _LATE = """

@@ -58,26 +58,17 @@ def _expect(training: Training, steps: list[int], clipped: bool = False) -> None
 
 
 def check_a_scaler_divides_averages() -> None:
-    for inner in OPTIMIZERS:
+    """And what a script clips after unscale_() is averages."""
+    for inner, clips in itertools.product(OPTIMIZERS, (False, True)):
         training, scaler = Training(hvd.DistributedOptimizer, inner=inner), _scaler()
         for step in range(4):
             _compute(training, scaler)
+            if clips:
+                scaler.unscale_(training.optimizer)
+                nn.utils.clip_grad_norm_(training.parameters.values(), MOST)
             scaler.step(training.optimizer)
             scaler.update()
-            _expect(training, [*range(step + 1)])
-        assert training.equal_everywhere()
-
-
-def check_what_is_clipped_after_unscaling_is_the_average() -> None:
-    for inner in OPTIMIZERS:
-        training, scaler = Training(hvd.DistributedOptimizer, inner=inner), _scaler()
-        for step in range(4):
-            _compute(training, scaler)
-            scaler.unscale_(training.optimizer)
-            nn.utils.clip_grad_norm_(training.parameters.values(), MOST)
-            scaler.step(training.optimizer)
-            scaler.update()
-            _expect(training, [*range(step + 1)], clipped=True)
+            _expect(training, [*range(step + 1)], clipped=clips)
         assert training.equal_everywhere()
 
 
