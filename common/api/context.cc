@@ -296,7 +296,8 @@ std::string Context::job_prefix() const { return prefix_of(world_); }
 // may be waiting in the next epoch already.
 void Context::give_up(Store& store, const Error& error) {
   gave_up_ = true;
-  if (!ended_by_other_.empty())
+  // Whoever was waiting knows nothing better; whoever knows why the other one gave up says so.
+  if (!ended_by_other_.empty() && error.kind() == ErrorKind::kAborted)
     fail(ErrorKind::kIo, "[rendezvous] world " + std::to_string(world_.epoch) + " did not begin" + ended_by_other_);
   std::string text = error.what();
   // It may have ended because another did, and seen it first.

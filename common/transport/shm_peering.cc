@@ -87,6 +87,18 @@ void ShmPeering::listen() {
 std::map<int, ShmPeer> ShmPeering::connect(Store& store, const std::map<int, std::string>& neighbours,
                                            int64_t deadline_ns, const Interrupted& interrupted,
                                            std::map<int, std::string>* unreachable) {
+  try {
+    return connect_all(store, neighbours, deadline_ns, interrupted, unreachable);
+  } catch (const Error& error) {
+    if (shortage_ == 0 || error.kind() == ErrorKind::kTimeout) throw;
+    // Whoever waits for what we cannot pass may lose patience before us, and only we know why it had to wait.
+    fail(ErrorKind::kTimeout, std::string(error.what()) + "; " + unpassed());
+  }
+}
+
+std::map<int, ShmPeer> ShmPeering::connect_all(Store& store, const std::map<int, std::string>& neighbours,
+                                               int64_t deadline_ns, const Interrupted& interrupted,
+                                               std::map<int, std::string>* unreachable) {
   for (const auto& [rank, address] : neighbours)
     if (rank > world_.rank) expected_.insert(rank);
   pending_.set_most(kMostPending + expected_.size());
@@ -232,8 +244,10 @@ std::string ShmPeering::awaited() const {
 
 void ShmPeering::report_missing(const std::string& ranks) const {
   if (shortage_ == 0) report_unconnected(ranks);
-  report_unconnected(ranks, "its descriptors cannot be passed: " + error_text(shortage_));
+  report_unconnected(ranks, unpassed());
 }
+
+std::string ShmPeering::unpassed() const { return "descriptors cannot be passed to it: " + error_text(shortage_); }
 
 // Looks at whoever has connected and whoever has answered, without waiting for anybody.
 void ShmPeering::serve() {

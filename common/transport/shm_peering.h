@@ -53,6 +53,8 @@ class ShmPeering {
 
  private:
   void listen();
+  std::map<int, ShmPeer> connect_all(Store& store, const std::map<int, std::string>& neighbours, int64_t deadline_ns,
+                                     const Interrupted& interrupted, std::map<int, std::string>* unreachable);
   std::string connect_to(int rank, const std::string& address, const std::function<void()>& wait_a_little);
   void await_higher(Store& store, const std::map<int, std::string>& neighbours, const std::string& missed,
                     int64_t deadline_ns, const Interrupted& interrupted);
@@ -65,6 +67,7 @@ class ShmPeering {
   void take_welcomes();
   void adopt(int rank, Passed passed);
   [[noreturn]] void report_missing(const std::string& ranks) const;
+  std::string unpassed() const;
   std::string awaited() const;
   Opening opening_of(int rank) const;
 

@@ -218,16 +218,20 @@ struct Job {
   std::string transport;
   int size, steps;
   int64_t elements;
-  int timeout_s, port;
+  int timeout_s;
+  std::vector<int> start_timeouts_s;
+  int port;
 };
 
 perseus_context* join(const Job& job, int rank) {
   const std::string transport = "PERSEUS_TRANSPORT=" + job.transport;
   const std::string timeout = "GLOO_TIMEOUT_SECONDS=" + std::to_string(job.timeout_s);
+  const int patience_s = job.start_timeouts_s.empty() ? 5 : job.start_timeouts_s[static_cast<size_t>(rank)];
+  const std::string start_timeout = "HOROVOD_START_TIMEOUT=" + std::to_string(patience_s);
   const char* overrides[] = {transport.c_str(),
                              "PERSEUS_GLOO_NETWORK_INTERFACE=lo",
                              "PERSEUS_CHECKSUM=1",
-                             "HOROVOD_START_TIMEOUT=5",
+                             start_timeout.c_str(),
                              timeout.c_str(),
                              "PERSEUS_LOG_LEVEL=error",
                              nullptr};
@@ -322,8 +326,9 @@ Ending read_report(int fd) {
 }  // namespace
 
 std::vector<Ending> run_faulty_world(const std::string& transport, int size, int steps, int64_t elements,
-                                     const std::vector<Fault>& faults, int limit_s, int timeout_s) {
-  Job job{transport, size, steps, elements, timeout_s, 0};
+                                     const std::vector<Fault>& faults, int limit_s, int timeout_s,
+                                     const std::vector<int>& start_timeouts_s) {
+  Job job{transport, size, steps, elements, timeout_s, start_timeouts_s, 0};
   std::vector<pid_t> processes;
   std::vector<int> pipes, orders;
   // Before the store has a thread: ThreadSanitizer looks at no child of a process with several.

@@ -58,7 +58,9 @@ struct Ending {
 
 // `size` processes of this host each build a world over `transport`, run `steps` allreduces of `elements` floats, and
 // end. Kills those that have not ended after `limit_s`. `timeout_s`: GLOO_TIMEOUT_SECONDS.
+// `start_timeouts_s`: HOROVOD_START_TIMEOUT of each rank, 5 where there is none.
 std::vector<Ending> run_faulty_world(const std::string& transport, int size, int steps, int64_t elements,
-                                     const std::vector<Fault>& faults, int limit_s, int timeout_s = 5);
+                                     const std::vector<Fault>& faults, int limit_s, int timeout_s = 5,
+                                     const std::vector<int>& start_timeouts_s = {});
 
 }  // namespace perseus_test

@@ -120,6 +120,22 @@ const auto name_of = [](const testing::TestParamInfo<Case>& info) { return std::
 INSTANTIATE_TEST_SUITE_P(Shm, Faults, testing::ValuesIn(kShm), name_of);
 INSTANTIATE_TEST_SUITE_P(Tcp, Faults, testing::ValuesIn(kTcp), name_of);
 
+// A rank that others wait for in vain says why, though they give up before it does.
+TEST(Patience, OfARankThatOthersGaveUpAreToldByIt) {
+  const std::vector<Ending> endings =
+      run_faulty_world("shm", kRanks, kSteps, kElements, {refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways)},
+                       kLimitSeconds, 5, {2, 20, 20});
+  EXPECT_NE(endings[0].message.find("no connection with rank 1 of this host in time"), std::string::npos)
+      << endings[0].message;
+  EXPECT_NE(endings[1].message.find(std::strerror(ETOOMANYREFS)), std::string::npos) << endings[1].message;
+  for (const Ending& ending : endings) {
+    EXPECT_TRUE(ending.ended);
+    EXPECT_EQ(ending.steps, 0);
+    EXPECT_EQ(ending.descriptors, 0);
+    EXPECT_EQ(ending.mappings, 0);
+  }
+}
+
 // What the faults are compared with.
 TEST(NoFaults, LeaveNothingBehind) {
   for (const char* transport : {"shm", "tcp"})
