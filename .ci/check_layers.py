@@ -69,6 +69,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "execution",
         "include",
         "kernels",
+        "mpi",
         "nccl",
         "net",
         "topology",

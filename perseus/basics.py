@@ -272,6 +272,7 @@ def _at_exit() -> None:
     launchers would name one of them as the first to fail, and end the one that has more to say.
     TensorFlow and MXNet have exceptions of their own for it.
     """
+    from perseus import _core
     from perseus.run.bootstrap.mpi_round import leave_after_failure
 
     ended = world_failure() is not None
@@ -280,6 +281,8 @@ def _at_exit() -> None:
     follows = isinstance(reason, HorovodInternalError) or (ended and reason is not None)
     if follows and not isinstance(reason, MismatchError):
         time.sleep(_FIRST_TO_FAIL_SECONDS)
+    if reason is not None:
+        _core.leave_after_failure()
     leave_after_failure()
 
 

@@ -12,6 +12,7 @@
 #include "cuda/driver.h"
 #include "kernels/hash.h"
 #include "kernels/kernels.h"
+#include "mpi/library.h"
 #include "nccl/library.h"
 #include "perseus/perseus.h"
 
@@ -589,6 +590,8 @@ perseus_code perseus_cuda_find(int count_devices, perseus_cuda* out) {
     return PERSEUS_OK;
   });
 }
+
+void perseus_leave_after_failure(void) { perseus::mpi::leave_after_failure(); }
 
 int perseus_inspection_signal(int chain) { return perseus::Engine::inspection_signal(chain != 0); }
 

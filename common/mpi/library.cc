@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <ctime>
 #include <vector>
 
 #include "base/clock.h"
@@ -60,22 +61,45 @@ std::vector<std::string> candidates() {
 
 // MPI can be ended once in the life of a process, whatever worlds come and go meanwhile, and by then everybody's
 // requests must have ended.
-std::atomic<bool> may_finalize{true};
+std::atomic<bool> may_finalize{true}, has_failed{false};
+constexpr int64_t kLeaving = 5 * kSecond;
+
+// What the end of the process needs; libraries have been closed by then.
+struct AtExit {
+  Functions call{};
+  Handle world = nullptr, ignored = nullptr;
+};
+AtExit at_exit;
+
+// Whether all ranks have come to their ends, or to a failure, within seconds.
+bool all_leave() {
+  Handle request = nullptr;
+  if (at_exit.call.barrier(at_exit.world, &request) != kSuccess) return false;
+  const int64_t deadline = now_ns() + kLeaving;
+  for (int done = 0; at_exit.call.test(&request, &done, at_exit.ignored) == kSuccess;) {
+    if (done != 0) return true;
+    if (now_ns() > deadline) return false;
+    const timespec pause{0, 10 * kMillisecond};
+    ::nanosleep(&pause, nullptr);
+  }
+  return false;
+}
 
 void finalize_at_exit() {
-  if (!may_finalize) return;
-  const auto finalized = reinterpret_cast<decltype(Functions::finalized)>(::dlsym(RTLD_DEFAULT, "MPI_Finalized"));
-  const auto finalize = reinterpret_cast<decltype(Functions::finalize)>(::dlsym(RTLD_DEFAULT, "MPI_Finalize"));
   int done = 1;
-  if (finalized == nullptr || finalize == nullptr || finalized(&done) != kSuccess || done != 0) return;
-  finalize();
+  if (!may_finalize || at_exit.call.finalized(&done) != kSuccess || done != 0) return;
+  // MPI_Finalize would wait for a rank that hangs. mpirun ends the job of a process that leaves without it.
+  if (has_failed && !all_leave()) return;
+  at_exit.call.finalize();
 }
 
 }  // namespace
 
 void leave_unfinished() { may_finalize = false; }
+void leave_after_failure() { has_failed = true; }
 
 std::unique_ptr<Library> Library::open() {
+  has_failed = false;  // an earlier world; this one is a new beginning
   std::unique_ptr<Library> made(new Library);
   for (const std::string& path : candidates()) {
     // Its plug-ins look for its names among those of all libraries.
@@ -108,6 +132,8 @@ void Library::find_handles() {
   find("MPI_Finalized", &functions_.finalized);
   find("MPI_Init_thread", &functions_.init);
   find("MPI_Query_thread", &functions_.query_thread);
+  find("MPI_Finalize", &functions_.finalize);
+  find("MPI_Ibarrier", &functions_.barrier);
   find("MPI_Comm_set_errhandler", &functions_.set_errors);
   find("MPI_Error_string", &functions_.error_text);
   find("MPI_Comm_rank", &functions_.rank);
@@ -154,6 +180,7 @@ void Library::initialise() const {
   static std::atomic<bool> is_ours{false};
   if (flag == 0) {
     check("MPI_Init_thread", functions_.init(nullptr, nullptr, kMultiple, &provided));
+    at_exit = {functions_, world_, ignored_};
     std::atexit(finalize_at_exit);
     is_ours = true;
   } else {

@@ -28,6 +28,7 @@ struct Functions {
   int (*size)(Handle communicator, int* size);
   int (*duplicate)(Handle communicator, Handle* duplicate, Handle* request);
   int (*free)(Handle* communicator);
+  int (*barrier)(Handle communicator, Handle* request);
   int (*test)(Handle* request, int* flag, void* status);
   int (*allreduce)(const void* in, void* out, int count, Handle type, Handle op, Handle communicator, Handle* request);
   int (*reduce_scatter)(const void* in, void* out, const int* counts, Handle type, Handle op, Handle communicator,
@@ -41,6 +42,9 @@ struct Functions {
 
 // Requests have been given up: MPI_Finalize, which waits for them, is not called when the process ends.
 void leave_unfinished();
+// A failure ends this process, or its world: MPI_Finalize is called only if all ranks leave within seconds of each
+// other.
+void leave_after_failure();
 
 class Library {
  public:

@@ -169,6 +169,8 @@ PYBIND11_MODULE(_core, module) {
       py::arg("chain") = false,
       "The signal at which this process logs what it waits for, once it has had a context; 0 = none. With chain, the "
       "core's handler comes back and calls the one that is there now.");
+  module.def("leave_after_failure", &perseus_leave_after_failure,
+             "An exception ends this process: MPI, if the core uses it, waits only seconds for the other ranks.");
   module.def("kernel_variant", &perseus_kernel_variant, "The instruction set the kernels use on this processor.");
   module.def("hash_bytes", &hash_bytes, "The 64-bit hash of a contiguous buffer, equal for equal bits on every rank.");
   module.def("hash_blocks", &hash_blocks, py::arg("data"), py::arg("block"),

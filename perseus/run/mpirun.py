@@ -124,10 +124,17 @@ def command_line(
         everywhere = ["--bind-to", "none", "--map-by", "slot"]
         words = [*_open_mpi(mpirun, job, hosts), *(binding or everywhere)]
     words = [mpirun.path, "-np", str(len(job.slots)), *words]
-    if mpirun.open_mpi is not None:
+    names = [
+        name for name in sorted(environment.remote_base(variables)) if not _OWN.fullmatch(name)
+    ]
+    if mpirun.open_mpi is None:
+        # Without a list, it passes on everything.
+        listed = ",".join(name for name in names if "," not in name)
+        words += ["-genvlist", listed] if listed else []
+    else:
         words += ["--allow-run-as-root"] if as_root else []
-        for name in sorted(environment.remote_base(variables)):
-            words += [] if _OWN.fullmatch(name) else ["-x", name]
+        for name in names:
+            words += ["-x", name]
     return [*words, *arguments, *job.command]
 
 
@@ -148,7 +155,7 @@ def _open_mpi(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
 
 
 def _mpich(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
-    """Return the options of MPICH's Hydra, which passes on the whole environment by itself."""
+    """Return the options of MPICH's Hydra, without the list of variables to pass on."""
     for flag, given in (
         ("--output-filename", job.output_directory is not None),
         ("--prefix-output-with-timestamp", job.timestamps),

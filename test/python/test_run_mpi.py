@@ -117,8 +117,10 @@ def test_open_mpi_is_told_names_of_variables_and_no_values() -> None:
 
 
 def test_command_line_of_mpich() -> None:
-    expected = "mpirun -np 3 -hosts a:2,b:1 -prepend-rank -iface e0 -bind-to none --own 1 train -x"
-    assert words(MPICH, {"A": "alpha"}, interfaces=["e0", "e1"]) == expected
+    expected = "mpirun -np 3 -hosts a:2,b:1 -prepend-rank -iface e0 -bind-to none"
+    variables = {"B": "beta", "A": "alpha", "CUDA_VISIBLE_DEVICES": "1", "PMI_RANK": "2"}
+    made = words(MPICH, variables, interfaces=["e0", "e1"])
+    assert made == f"{expected} -genvlist A,B --own 1 train -x"
     with pytest.raises(LaunchError, match="--output-filename: MPICH's mpirun cannot do that"):
         words(MPICH, output_directory="logs")
 
