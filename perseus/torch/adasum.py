@@ -6,7 +6,7 @@ of Horovod 0.28.1, horovod.torch.optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, cast
@@ -22,10 +22,15 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import buffer_of, initial_state, parameters_of
+from perseus.torch.gradient_scaler import let_scalers_wait
 from perseus.torch.hooks import calls_hooked_step
+from perseus.torch.mpi_ops import Max, allreduce
 from perseus.torch.parameters import Parameters
 from perseus.torch.session import Adasum, session
 from perseus.torch.untraced import untraced
+
+
+_OVERFLOW = "DistributedOptimizer.overflow"
 
 
 class _StepReducer(HandleReducer, AdasumOfSteps):
@@ -99,6 +104,21 @@ class AdasumOptimizer(torch.optim.Optimizer):
             "Skipping synchronization is not supported when using Adasum optimizer."
         )
         yield
+
+    @torch.no_grad()
+    def after_unscaling(self, found: Collection[torch.Tensor]) -> None:
+        """Let a GradScaler leave out a step where gradients of any rank overflow.
+
+        The others would wait for that rank's step in vain. A fused optimizer leaves out its step by
+        itself, and contributes zeros.
+        """
+        process_set = self._reducer.plan.process_set
+        if not process_set.included():
+            return
+        here = torch.tensor([float(any(each.item() for each in found))])
+        anywhere = allreduce(here, op=Max, name=_OVERFLOW, process_set=process_set).item()
+        for each in found:
+            each.fill_(anywhere)
 
     @calls_hooked_step
     @torch.no_grad()
@@ -186,4 +206,5 @@ def adasum_optimizer(
     trained = [p for p in parameters_of(made) if p.requires_grad]
     made._reducer = _StepReducer(plan, {p: names[p] for p in trained})
     made.backward_passes_per_step = passes
+    let_scalers_wait()
     return made

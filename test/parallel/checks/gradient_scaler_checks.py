@@ -99,6 +99,27 @@ def check_an_overflow_on_one_rank_leaves_out_the_step_on_all() -> None:
         _expect(training, [0, 2, 3])
 
 
+def check_an_overflow_on_one_rank_leaves_out_a_step_of_adasum_on_all() -> None:
+    """A rank that took its step alone would wait for the others. Fused steps add nothing there."""
+    for inner, unscales in itertools.product(OPTIMIZERS, (True, False)):
+        fused = inner is OPTIMIZERS[1]
+        training = Training(hvd.DistributedOptimizer, inner=inner, op=hvd.Adasum)
+        scaler = _scaler()
+        for step in range(4):
+            before = [value.clone() for value in training.values()]
+            overflows = step == 1 and hvd.rank() == hvd.size() - 1
+            _compute(training, scaler, float("inf") if overflows else 1.0)
+            if unscales:
+                scaler.unscale_(training.optimizer)
+            scaler.step(training.optimizer)
+            scaler.update()
+            same = all(map(torch.equal, before, training.values()))
+            assert same == (step == 1 and (unscales or not fused)), (step, unscales, fused)
+            if unscales or not fused:
+                assert scaler.get_scale() == (SCALE if step == 0 else SCALE / 2)
+            assert training.equal_everywhere()
+
+
 def check_a_step_after_one_that_was_left_out_reduces() -> None:
     """Even where this rank computes no gradient for it, and others do."""
     for scaled, zeroed_by_optimizer in itertools.product((True, False), repeat=2):
