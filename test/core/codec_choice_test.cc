@@ -232,7 +232,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, AutoCodec, testing::ValuesIn(kWorlds),
 TEST(AutoCodecMeasured, GradientsOfOtherOptimizersHaveEightBits) {
   constexpr int kSteps = 3 * kSeldom;
   for (const char* negotiation : {"PERSEUS_OFFLINE_NEG=0", "PERSEUS_OFFLINE_NEG=1"}) {
-    const auto settings = in_groups(1, {"PERSEUS_LINK_GBIT=0.00001", negotiation});
+    const auto settings = in_groups(1, {"PERSEUS_LINK_GBIT=0.000000001", negotiation});
     const auto results = [&](int codec, const std::function<double(int, int)>& rate_of) {
       const auto runs =
           reduce(all_media()[0], 3, [&](const Shape&) { return codec; }, settings, kSteps, nullptr, rate_of);
@@ -285,7 +285,7 @@ TEST(AutoCodecMeasured, LinksAreMeasuredAgainAtOnePlaceOfAllRanks) {
     };
     const auto runs =
         reduce(all_media()[0], kRanks, [](const Shape&) { return PERSEUS_CODEC_AUTO; }, settings, kSteps, later);
-    EXPECT_EQ(runs[0].speeds.measurement, 2);
+    EXPECT_GE(runs[0].speeds.measurement, 2);  // more where the machine lost another second
     for (const Got& run : runs) {
       EXPECT_EQ(std::memcmp(&run.speeds, &runs[0].speeds, sizeof run.speeds), 0);
       expect_same(run.results, runs[0].results, "of another rank");

@@ -29,9 +29,12 @@ void hold_a_sum(const Medium& medium, std::vector<std::string> settings, const s
         warm.finish(context);
         barrier.wait();
         standin_nccl_hold(1);
+        const int begun = standin_nccl_calls();  // the other rank's cannot begin before ours
         DeviceCall call(*second, rank, &gpu);
         ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
         barrier.wait();  // no rank submits to a world that has ended
+        EXPECT_TRUE(comes_true([&] { return standin_nccl_calls() >= begun + 2; }));
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the calls return
         meanwhile();
         const Outcome outcome = wait(context, call.handle(), 30'000);
         EXPECT_NE(outcome.code, PERSEUS_OK);
@@ -45,10 +48,7 @@ void hold_a_sum(const Medium& medium, std::vector<std::string> settings, const s
       options);
 }
 
-void break_nccl() {
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that the sum has begun
-  standin_nccl_break(1);
-}
+void break_nccl() { standin_nccl_break(1); }
 
 void expect_in(const Outcome& outcome, const char* text) {
   EXPECT_NE(outcome.message.find(text), std::string::npos) << outcome.message;
@@ -190,12 +190,9 @@ TEST(NcclFaults, AnAbortOutlivesTheWorld) {
 
 // A network fails, as NCCL says, while all ranks live: without a time limit, too, that is not waited for.
 TEST(NcclFaults, ANetworkOfNcclFails) {
-  const auto fail_network = [] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    standin_nccl_break(6);
-  };
-  hold_a_sum(kHosts, {"GLOO_TIMEOUT_SECONDS=0"}, fail_network,
-             [](const Outcome& outcome) { expect_in(outcome, "[nccl] a collective"); });
+  hold_a_sum(
+      kHosts, {"GLOO_TIMEOUT_SECONDS=0"}, [] { standin_nccl_break(6); },
+      [](const Outcome& outcome) { expect_in(outcome, "[nccl] a collective"); });
   EXPECT_EQ(standin_nccl_communicators(), 0);
 }
 
