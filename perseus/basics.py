@@ -65,7 +65,7 @@ _gradient_numbers = count(1)
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the world that the launcher describes; without a launcher, a world of one rank.
 
-    comm: None, [] or the list of all ranks. Anything else needs an MPI build: ValueError.
+    comm: None, [] or the list of all ranks. ValueError for anything else.
     process_sets: ProcessSets to register, the same on all ranks, with ids 1, 2, … in their order;
         "dynamic" allows add_process_set later, as HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
     A second call while running does nothing.
@@ -216,8 +216,8 @@ def _check_comm(comm: Any, size: int) -> None:
     if comm is None or (isinstance(comm, Sequence) and list(comm) in ([], list(range(size)))):
         return
     raise ValueError(
-        f"[init] comm={comm!r}: subsets of ranks and mpi4py communicators need an MPI build; "
-        f"call init() without it"
+        f"[init] comm={comm!r}: expected None or the list of all ranks; call init() without it, "
+        "and use process sets for subsets of ranks (docs/migration.md)"
     )
 
 

@@ -167,7 +167,7 @@ class LosslessCompressor(NoneCompressor):
 
 
 class InsideCompressor(NoneCompressor):
-    """Gradients are reduced inside hosts only; see perseus.gradients.turns."""
+    """Gradients are reduced inside hosts only; see perseus.gradients.turns and inside()."""
 
     codec = INSIDE
 
@@ -228,6 +228,11 @@ def castable(compression: type[Compressor], sums: bool) -> type[Compressor]:
 @cache  # adapters recognise a gradient's codec by its class
 def _with_argument(kind: type[Compressor], argument: float) -> type[Compressor]:
     return type(kind.__name__, (kind,), {"argument": argument})
+
+
+def inside(parts: int) -> type[Compressor]:
+    """An InsideCompressor beside which another 1/parts of the parameters is averaged each step."""
+    return _with_argument(InsideCompressor, float(parts))
 
 
 def top_k(ratio: float | None = None) -> type[Compressor]:

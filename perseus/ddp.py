@@ -2,8 +2,8 @@
 
 Process groups that ask for gloo, nccl or no backend get the backend "perseus", and a script that
 mpirun, srun or perseusrun has started is given the variables of torch's launcher. Scripts that use
-another interface of Perseus keep what they ask for. This module waits for the script to import
-torch. Belongs to the main thread.
+another interface of Perseus, or import this backend by name, keep what they ask for. This module
+waits for the script to import torch. Belongs to the main thread.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., It
             return handler(url, *args, **kwargs)
         launched = import_module(f"{_OURS}.launched")
         in_elastic_job = launched.is_in_elastic_job()
-        if redirects or (in_elastic_job and launched.is_free_to_fill()):
+        lacks = launched.is_free_to_fill if in_elastic_job else launched.lacks_what_a_launcher_knows
+        if redirects or lacks():
             launched.fill_environment()
         if in_elastic_job and launched.is_filled_for_world():
             handed: Iterator[Any] = launched.rendezvous(*args, **kwargs)

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class ProcessSet:
     """A set of ranks.
 
-    ranks_or_comm: the global ranks, in any order. Communicators of mpi4py need an MPI build.
+    ranks_or_comm: the global ranks, in any order. Communicators of mpi4py are not supported.
 
     Attributes: process_set_id (None until registered), ranks (sorted), mpi_comm (always None).
     Raises ValueError for anything that is not a list of whole numbers.

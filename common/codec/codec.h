@@ -31,7 +31,8 @@ struct CodecSpec {
   double ratio = 1.0;        // top-k: the part of the elements that is sent, in (0, 1]
   bool half_values = false;  // top-k: values travel as f16; lossless: as bf16, of bf16 tensors
   int warm_up = 0;           // steps, >= 0. top-k: the ratio falls in them, see TopKFormat; low rank: none is
-  int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1
+  int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1; inside: the caller
+                             // averages each parameter between hosts as often; 1 where it does otherwise
   double momentum = 1.0;     // rotating subset: what a held value is multiplied by in each step, in [0, 1]
   int matrix_rank = 1;       // low rank: of what takes a gradient's place, >= 1
   double scale = 0.0;        // f16: the factor before rounding, > 0; 0 = chosen for each chunk from its largest element

@@ -74,6 +74,7 @@ CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
     spec.every = argument == 0 ? defaults_.every : static_cast<int>(argument);
     spec.momentum = defaults_.momentum;
   }
+  if (kind == CodecWish::kInside && argument > 0) spec.every = static_cast<int>(argument);
   return spec;
 }
 
@@ -92,7 +93,7 @@ std::string GradientCodecs::news(bool between_hosts) const {
 
 bool may_cost_accuracy(const CodecSpec& codec) {
   return (codec.kind == CodecKind::kTopK && codec.ratio < 1) || codec.kind == CodecKind::kLowRank ||
-         codec.kind == CodecKind::kInside;
+         (codec.kind == CodecKind::kInside && codec.every > 1);
 }
 
 bool suits_only_sgd(const CodecSpec& codec) { return codec.kind == CodecKind::kInt4 || codec.kind == CodecKind::kInt2; }
@@ -138,9 +139,9 @@ CompressionTerms GradientCodecs::chosen(bool sums, bool gradient, const CodecWis
   }
   if (wish.kind == CodecWish::kAuto) return automatic();
   const bool whole = wish.argument >= 0 && wish.argument <= 1024 && wish.argument == static_cast<int>(wish.argument);
-  if (wish.kind == CodecWish::kRotate && !whole)
+  if ((wish.kind == CodecWish::kRotate || wish.kind == CodecWish::kInside) && !whole)
     fail(ErrorKind::kInvalidArgument,
-         "[engine] every N-th element is sent: expected a whole number N of 1 to 1024, got " +
+         "[engine] one N-th is sent in each step: expected a whole number N of 1 to 1024, got " +
              std::to_string(wish.argument));
   if (wish.kind == CodecWish::kLowRank && !whole)
     fail(ErrorKind::kInvalidArgument,

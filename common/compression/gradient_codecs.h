@@ -27,7 +27,7 @@ struct CodecWish {
   };
   static constexpr int kKinds = 13;
   int kind = kSettings;
-  double argument = 0;  // top-k: fraction of elements, rotate: N, low rank: the rank; 0 = as the settings say
+  double argument = 0;  // top-k: fraction of elements, rotate, inside: N, low rank: the rank; 0 = as the settings say
 };
 
 // The wish for a codec. Both enumerations have the same order, but auto is only a wish.

@@ -113,7 +113,10 @@ perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* na
   perseus_handle handle = 0;
   perseus::Request request{PERSEUS_ALLREDUCE,     PERSEUS_AVERAGE, name,      data, data,
                            {shape, shape + dims}, dtype,           kGradients};
-  if (exchange->rotation) request.codec = PERSEUS_CODEC_INSIDE;
+  if (exchange->rotation) {
+    request.codec = PERSEUS_CODEC_INSIDE;
+    request.codec_argument = exchange->rotation->parts();
+  }
   request.learning_rate = exchange->learning_rate;
   const perseus_code code = submit(exchange, request, &handle);
   if (code == PERSEUS_OK) exchange->gradients.push_back(handle);

@@ -16,6 +16,7 @@ perseus_code submit(perseus_context* context, const Request& request, perseus_ha
   submitted.prescale = submitted.postscale = 1.0;
   submitted.gradient_of = request.gradient_of;
   submitted.codec = request.codec;
+  submitted.codec_argument = request.codec_argument;
   submitted.learning_rate = request.learning_rate;
   submitted.transient = request.kind == PERSEUS_BROADCAST;
   return perseus_request_submit(context, &submitted, handle);

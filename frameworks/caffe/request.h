@@ -17,6 +17,7 @@ struct Request {
   perseus_dtype dtype;
   uint64_t gradient_of = 0;  // 0 = not a gradient, so exact
   int codec = PERSEUS_CODEC_SETTINGS;
+  double codec_argument = 0;
   double learning_rate = 0;  // see perseus_request
 };
 

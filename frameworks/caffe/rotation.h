@@ -15,6 +15,7 @@ class Rotation {
   Rotation(perseus_context* context, int parts) : context_(context), parts_(parts) {}
   Rotation(const Rotation&) = delete;
   Rotation& operator=(const Rotation&) = delete;
+  int parts() const { return parts_; }
 
   // Sends a part of the parameters, and corrects those that were sent in the step before. A collective.
   perseus_code take_turn(const perseus_values& parameters);

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from perseus import basics
-from perseus.compression import SETTINGS, Compressor, InsideCompressor
+from perseus.compression import SETTINGS, Compressor, inside
 from perseus.failures import Failures
 from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.parameter_check import ParameterCheck
@@ -38,7 +38,7 @@ class _Reducer(HandleReducer):
     def __init__(self, scope: Scope, plan: Plan) -> None:
         self._parts = parts_of(plan)
         if self._parts > 1:
-            plan = replace(plan, compression=InsideCompressor)
+            plan = replace(plan, compression=inside(self._parts))
         super().__init__(plan, session)
         self._scope = scope
         self._rate = 0.0  # of the step that is being taken; see perseus_request

@@ -11,7 +11,7 @@ from operator import is_
 from typing import Any
 
 from perseus import basics
-from perseus.compression import Compressor, InsideCompressor, applied_here
+from perseus.compression import Compressor, applied_here, inside
 from perseus.failures import Failures
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.participation import takes_part
@@ -187,8 +187,8 @@ class GradientReducer(Reducer):
         self.residuals.drop(key)
 
     def _compression(self) -> type[Compressor]:
-        compression = self.plan.compression
-        return InsideCompressor if parts_of(self.plan) > 1 else compression
+        parts = parts_of(self.plan)
+        return inside(parts) if parts > 1 else self.plan.compression
 
     def _key_of(self, name: str) -> str:
         return name.removeprefix(self._scope())

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics
-from perseus.compression import InsideCompressor, applied_here
+from perseus.compression import applied_here, inside
 from perseus.gradients.arguments import check_sparse
 from perseus.gradients.bundles import bundles
 from perseus.gradients.local_sources import LocalSources
@@ -249,8 +249,8 @@ class GradientReducer(Reducer):
         rate: Any,
     ) -> None:
         plan = self.plan
-        rotates = parts_of(plan) > 1
-        compression = InsideCompressor if rotates else plan.compression
+        rotates = (parts := parts_of(plan)) > 1
+        compression = inside(parts) if rotates else plan.compression
         outer = applied_here(compression)
         name, fixed_name = names[bundle[0]], None
         if turn is not None:

@@ -29,7 +29,6 @@ from perseus.torch.parameters import Parameters
 from perseus.torch.session import Adasum, session
 from perseus.torch.untraced import untraced
 
-
 _OVERFLOW = "DistributedOptimizer.overflow"
 
 

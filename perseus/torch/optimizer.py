@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from perseus import basics
-from perseus.compression import Compressor, InsideCompressor, castable
+from perseus.compression import Compressor, InsideCompressor, castable, inside
 from perseus.errors import HorovodInternalError, MismatchError
 from perseus.gradients.arguments import (
     check_adasum_of_steps,
@@ -249,7 +249,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         parameters, reduced = self._parameters, self._reducer.parameters()
         named = zip(self._of_model(), parameters.named(self.param_groups), strict=True)
         joining = {p: name for p, (name, _) in named if p.requires_grad and p not in reduced}
-        if self._reducer.plan.compression is InsideCompressor:
+        if issubclass(self._reducer.plan.compression, InsideCompressor):
             if parameters.models:
                 model = next(iter(parameters.models.values()))
                 raise ValueError(
@@ -388,7 +388,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """The loss that belongs to the reduced gradients, by which LBFGS decides how to go on."""
         plan = self._reducer.plan
         # Hosts that step on their own call their closures at different times.
-        if not self._takes_part or plan.compression is InsideCompressor:
+        if not self._takes_part or issubclass(plan.compression, InsideCompressor):
             return loss
         own = torch.as_tensor(loss, dtype=None if torch.is_tensor(loss) else torch.float64)
         return allreduce(
@@ -486,7 +486,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
                 "closure, but all hosts must reduce equally often: use another optimizer, or "
                 f"neither Compression.rotate nor {SETTING}"
             )
-        plan = replace(plan, compression=InsideCompressor)
+        plan = replace(plan, compression=inside(parts))
         rotation = TorchRotation(trainable, names[trainable[0]], process_set, parts)
     wrapped = type(optimizer)
     made_class = type(

@@ -234,7 +234,7 @@ struct Sent {
 };
 
 Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseus_codec codec, perseus_dtype dtype,
-          const std::vector<double>& rates = {0}) {
+          const std::vector<double>& rates = {0}, double argument = 0) {
   Sent sent{};
   WorldOptions options;
   options.overrides = settings;
@@ -247,6 +247,7 @@ Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseu
         const perseus_tensor tensor{x.data(), x.data(), &count, 1, dtype};
         perseus_request request = gradient_request("g", &tensor, Codec{"", codec, 0, 0, false});
         request.gradient_of = gradient_of;
+        request.codec_argument = argument;
         for (double rate : rates) {
           request.learning_rate = rate;
           const Outcome outcome = run(context, request);
@@ -507,12 +508,16 @@ TEST(GradientSettings, ACodecThatMayCostAccuracyIsWarnedOf) {
   }
   for (int inner : {1, 2}) {
     testing::internal::CaptureStderr();
-    send(groups_of(inner), 1, PERSEUS_CODEC_INSIDE, PERSEUS_FLOAT32);
+    send(groups_of(inner), 1, PERSEUS_CODEC_INSIDE, PERSEUS_FLOAT32, {0}, 8);
     const std::string said = testing::internal::GetCapturedStderr();
-    EXPECT_EQ(said.find("gradients averaged within each host only may end with a higher loss") != std::string::npos,
-              inner == 1)
-        << said;
+    const char* text = "rotating averages of 1/8 may end with a higher loss";
+    EXPECT_EQ(said.find(text) != std::string::npos, inner == 1) << said;
   }
+  // As local steps ask for gradients, which cost nothing.
+  testing::internal::CaptureStderr();
+  send(groups_of(1), 1, PERSEUS_CODEC_INSIDE, PERSEUS_FLOAT32);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(said.find("may end with a higher loss"), std::string::npos) << said;
 }
 
 TEST(GradientSettings, FewBitsAreWarnedOfWhereTheOptimizerIsNotKnownToBeSgd) {

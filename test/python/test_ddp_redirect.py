@@ -205,8 +205,8 @@ PERSEUSRUN = [sys.executable, "-m", "perseus.run", "-np", "2"]
 PYTHON_ON_PERSEUS = [sys.executable, "-m", "perseus.compat.ddp"]
 
 
-def launch(command: list[str], folder, **environment: str) -> str:
-    (folder / "train.py").write_text(SCRIPT)
+def launch(command: list[str], folder, script=SCRIPT, says=1, **environment: str) -> str:
+    (folder / "train.py").write_text(script)
     done = subprocess.run(
         command,
         cwd=folder,
@@ -217,7 +217,7 @@ def launch(command: list[str], folder, **environment: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count(SAID) == 1
+    assert (done.stdout + done.stderr).count(SAID) == says
     return done.stdout
 
 
@@ -237,6 +237,16 @@ def test_our_launch_module_takes_torchs_flags(flags, passed, tmp_path):
 
 def test_perseusruns_ranks_need_no_launcher_of_torch(tmp_path):
     said = launch([*PERSEUSRUN, *PYTHON_ON_PERSEUS, "train.py", "words"], tmp_path)
+    for rank in range(2):
+        assert f"rank {rank} perseus [1.0, 3.0, 5.0] [None, {rank}] words" in said
+
+
+@pytest.mark.parametrize("first", ["", "import perseus; "])
+def test_perseusruns_ranks_may_name_the_backend(first, tmp_path):
+    named = SCRIPT.replace("init_process_group()", 'init_process_group("perseus")')
+    assert named != SCRIPT
+    script = f"{first}import perseus.torch.distributed\n{named}"
+    said = launch([*PERSEUSRUN, sys.executable, "train.py", "words"], tmp_path, script, says=0)
     for rank in range(2):
         assert f"rank {rank} perseus [1.0, 3.0, 5.0] [None, {rank}] words" in said
 

@@ -76,8 +76,8 @@ typedef enum perseus_codec {
   PERSEUS_CODEC_ROTATE = 6,
   /* the fastest of EXACT, FLOAT16, INT8, INT4 and INT2 by perseus_group_speeds */
   PERSEUS_CODEC_AUTO = 7,
-  /* nothing between hosts: each host has the sum or the average of its own ranks; a sum times size / ranks of the host
-   */
+  /* nothing between hosts: each host has the sum or the average of its own ranks; a sum times size / ranks of the host.
+   * The argument is N where the caller averages another N-th of the parameters in each step instead (ROTATE) */
   PERSEUS_CODEC_INSIDE = 8,
   /* of a matrix the product of two narrow ones; the argument is their rank (PowerSGD) */
   PERSEUS_CODEC_POWERSGD = 9,
@@ -308,7 +308,8 @@ typedef struct perseus_request {
    * and bfloat16 tensors as float32; a lossy codec that is named here also takes float64 tensors as float32. All other
    * tensors are sent unchanged. */
   int codec;
-  double codec_argument; /* TOP_K: the fraction of elements; ROTATE: N; POWERSGD: the rank; 0 = as in the settings */
+  double codec_argument; /* TOP_K: the fraction of elements; ROTATE, INSIDE: N; POWERSGD: the rank; 0 = as in the
+                            settings */
   /* If not NULL, called once when the handle is done, by any thread that makes progress: perhaps the submitting one,
    * before perseus_request_submit returns. It must not block, so it must not wait for handles in progress, nor shut
    * down or destroy the context. It may read and release the handle, and submit requests. Never called for a request

@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from perseus import _core, basics, config, control, ddp
 from perseus.errors import HorovodInternalError, InitializationError
 from perseus.run.bootstrap.addresses import host_identity, own_address
+from perseus.run.bootstrap.identity import identify
 from perseus.run.bootstrap.rendezvous import wait_until_listening
 from perseus.run.bootstrap.torch_round import IDENTITY as _OF_TORCH
 from perseus.torch.session import ALLGATHER, describe, wrap
@@ -89,6 +90,11 @@ def is_in_elastic_job() -> bool:
         return False
     member = basics.membership()
     return member is not None and member.is_of_this_process()
+
+
+def lacks_what_a_launcher_knows() -> bool:
+    """Whether mpirun, srun or perseusrun has started this process, which torch cannot read."""
+    return "RANK" not in os.environ and identify().launcher not in ("single", "torch")
 
 
 def raise_if_ended() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from perseus import keras as _keras
 from perseus.basics import (
+    abort,
     ccl_built,
     cross_rank,
     cross_size,
@@ -62,6 +63,7 @@ __all__ = [
     "DistributedOptimizer",
     "ProcessSet",
     "Sum",
+    "abort",
     "add_process_set",
     "allgather",
     "allreduce",
