@@ -49,16 +49,15 @@ constexpr Variable kTable[] = {
      "once if PERSEUS_GLOO_NETWORK_INTERFACE names them, separated by commas."},
     {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
      "How float32 gradients travel: 0 = as float16 inside a host and between hosts, 1 = unchanged, 2 = unchanged "
-     "inside a host and as float16 between hosts. auto = 2. With AMP, or to get exactly the bits of full precision, "
-     "use 1."},
+     "inside a host and as float16 between hosts. auto = 2. To get exactly the bits of full precision, use 1."},
     {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype",
      "dtype|int8|int4|int2|powersgd|lossless|auto", true,
      "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8, int4, int2 = so many "
      "bits per element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), lossless = with every bit, "
      "in about 6/7 of the bytes, and unchanged inside a host, auto = unchanged, as float16, int8, int4 or int2, "
      "whichever the measured links make fastest; int4 and int2 only for SGD, since with other optimizers training "
-     "may end with a higher loss, of which a warning tells: see docs/accuracy.md. Perseus adds what a codec leaves out "
-     "to the next gradient."},
+     "may end with a higher loss, of which a warning tells: see docs/accuracy.md. What int8, int4, int2 and powersgd "
+     "leave out is added to the next gradient; float16 only rounds."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
      "Speed of the links between hosts in Gbit/s that auto assumes, of all interfaces together. Latencies and the "
      "speeds of codecs are measured all the same, so where two codecs take almost the same time, its choice may "
@@ -181,7 +180,8 @@ constexpr Variable kTable[] = {
     {Var::kSimd, "PERSEUS_SIMD", "", VarType::kChoice, "auto", "auto|avx512|avx2|neon|portable", false,
      "Instruction set of the kernels; all of them compute the same bits. auto = the best that this processor has."},
     {Var::kMasterPort, "PERSEUS_MASTER_PORT", "", VarType::kInt, "6666", "1..65535", false,
-     "Port of the rendezvous server if rank 0 runs it; if the port is busy, the server takes the next free one."},
+     "Port of the rendezvous server if rank 0 runs it. If the port is busy, the server takes the next free one, except "
+     "where rank 0 has no channel to announce it: with srun without PMI, and with torch's variables without PyTorch."},
     {Var::kUseDdpLauncher, "PERSEUS_USE_DDP_LAUNCHER", "", VarType::kBool, "1", "", false,
      "For scripts that run torch.distributed on Perseus: 1 = rank and size come from torch's launcher where it has set "
      "them, else from mpirun, srun or perseusrun; 0 = always from the latter. Every other script needs no choice."},
