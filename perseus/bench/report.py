@@ -109,10 +109,10 @@ def _introduction(load_before: float) -> list[str]:
         "",
         "All cases sum float32 values; times and ratios are medians. The contenders of a row take "
         "turns in the same processes, a ratio compares repetitions of the same round, and every "
-        "result is verified. The row of DDP's exchange has the times of whole backward passes; its "
-        "ratio is of what they take beyond those of the contender `no-exchange`. Where the load "
-        "shows that the machine had other work, the times say little; cases that need all ranks at "
-        "the same moment suffer most.",
+        "result is verified. The row of DDP's exchange shows whole backward passes; its ratio "
+        "compares only the times beyond those of the contender `no-exchange`. Where the load shows "
+        "that the machine had other work, the times say little; cases that need all ranks at the "
+        "same moment suffer most.",
         "",
     ]
 
