@@ -2,25 +2,27 @@
 
 Process groups that ask for gloo, nccl or no backend get the backend "perseus", and a script that
 mpirun, srun or perseusrun has started is given the variables of torch's launcher. Scripts that use
-another interface of Perseus, or import this backend by name, keep what they ask for. This module
-waits for the script to import torch. Belongs to the main thread.
+another interface of Perseus, or import this backend by name, keep what they ask for. Libraries that
+read these variables before they make a process group get them then. This module waits for the
+script to import torch and such libraries. Belongs to the main thread.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 _DISTRIBUTED = "torch.distributed"
 # Where every process group is made, whichever name the script has imported. Not public in torch.
 _MAKER = "_new_process_group_helper"
 _HANDLERS = "_rendezvous_handlers"
 _OURS = "perseus.torch.distributed"
+_FILLS = "_fills_environment"  # of a constructor that has been replaced
 _OLDEST = (2, 13)
 
 
@@ -33,10 +35,13 @@ class _Script:
 
 def watch() -> None:
     """Redirect the process groups that are made from now on."""
-    module = sys.modules.get(_DISTRIBUTED)
-    if module is not None:
-        _follow(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    for name, follow in _FOLLOWED.items():
+        module = sys.modules.get(name)
+        if module is None:
+            _Finder.awaited[name] = follow
+        else:
+            follow(module)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -53,15 +58,17 @@ def _redirects() -> bool:
 
 
 class _Finder:
-    """Finds one module, as the import system would, and goes."""
+    """Finds the modules that are awaited, each once, as the import system would."""
+
+    awaited: ClassVar[dict[str, Callable[[ModuleType], None]]] = {}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, whose loader is followed by _follow; None for other modules."""
-        if fullname != _DISTRIBUTED:
+        """The module's own spec, whose loader is followed; None for modules that are not awaited."""
+        follow = self.awaited.pop(fullname, None)
+        if follow is None:
             return None
         from importlib.util import find_spec
 
-        sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -69,7 +76,7 @@ class _Finder:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _follow(module)
+            follow(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -155,6 +162,33 @@ def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., It
         return handler(url, *args, **kwargs)
 
     return rendezvous
+
+
+def _fill_before(name: str, module: ModuleType) -> None:
+    """Fill the environment whenever an object of this class is made, which reads it."""
+    made: Any = getattr(module, name, None)
+    if made is None or getattr(made.__init__, _FILLS, False):
+        return
+    initialize = made.__init__
+
+    @wraps(initialize)
+    def initialize_with_environment(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _redirects() and _loads_backend():
+            import_module(f"{_OURS}.launched").fill_for_who_looks_early()
+        initialize(self, *args, **kwargs)
+
+    setattr(initialize_with_environment, _FILLS, True)
+    made.__init__ = initialize_with_environment
+
+
+_LIGHTNING = "plugins.environments.lightning"
+# Of accelerate, on which Hugging Face's Trainer stands, and of Lightning under its names.
+_FOLLOWED: dict[str, Callable[[ModuleType], None]] = {
+    _DISTRIBUTED: _follow,
+    "accelerate.state": partial(_fill_before, "PartialState"),
+    f"lightning.fabric.{_LIGHTNING}": partial(_fill_before, "LightningEnvironment"),
+    f"lightning_fabric.{_LIGHTNING}": partial(_fill_before, "LightningEnvironment"),
+}
 
 
 def _say(text: str) -> None:

@@ -35,6 +35,16 @@ def test_a_script_trains_as_on_gloo(name, tmp_path, monkeypatch):
     assert _loss(output, "perseus") == pytest.approx(_loss(reference, "gloo"), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["lightning_ddp.py", "huggingface_trainer.py"])
+def test_libraries_that_read_torchs_variables_early_find_their_ranks_under_perseusrun(name):
+    """Without these, each rank would train by itself, or Lightning start ranks of its own."""
+    pytest.importorskip(SCRIPTS[name][0])
+    output = run_script(("-m", "perseus.run", "-np", "2", sys.executable), EXAMPLES / name)
+    assert output.count("this script runs on Perseus") == 1
+    assert output.count(EQUAL) == 1
+    assert len(re.findall(r"backend perseus, loss [\d.]+", output)) == 1
+
+
 def _loss(output: str, backend: str) -> float:
     (loss,) = re.findall(rf"^backend {backend}, loss ([\d.]+)$", output, re.MULTILINE)
     return float(loss)

@@ -97,6 +97,16 @@ def lacks_what_a_launcher_knows() -> bool:
     return "RANK" not in os.environ and identify().launcher not in ("single", "torch")
 
 
+def fill_for_who_looks_early() -> None:
+    """Set torch's variables for a library that reads them before it makes a process group.
+
+    Without them it would train in every rank as if that were alone. Every rank calls it; a world of
+    one rank needs none.
+    """
+    if is_in_elastic_job() or (lacks_what_a_launcher_knows() and identify().size > 1):
+        fill_environment()
+
+
 def raise_if_ended() -> None:
     """In an elastic job, raise HorovodInternalError once a rank has ended the present world.
 
