@@ -90,7 +90,7 @@ std::map<int, ShmPeer> ShmPeering::connect(Store& store, const std::map<int, std
   try {
     return connect_all(store, neighbours, deadline_ns, interrupted, unreachable);
   } catch (const Error& error) {
-    if (shortage_ == 0 || error.kind() == ErrorKind::kTimeout) throw;
+    if (shortages_.empty() || error.kind() == ErrorKind::kTimeout) throw;
     // Whoever waits for what we cannot pass may lose patience before us, and only we know why it had to wait.
     fail(ErrorKind::kTimeout, std::string(error.what()) + "; " + unpassed());
   }
@@ -179,27 +179,32 @@ std::string ShmPeering::connect_to(int rank, const std::string& name, const std:
   ShmMessage hello;
   hello.type = ShmMessageType::kHello;
   set_text(&hello, handshake->feed(bytes.data(), bytes.size()));
-  while (!send(rank, hello)) {
-    if (shortage_ == 0) fail(ErrorKind::kIo, who + error_text(errno));
+  for (;;) {
+    const Sent sent = send(rank, hello);
+    if (sent == Sent::kYes) return "";
+    if (sent == Sent::kNever) fail(ErrorKind::kIo, who + error_text(errno));
     wait_a_little();
   }
-  return "";
 }
 
-// False where it cannot be sent: later if there is a shortage, else never, with the reason in errno.
-bool ShmPeering::send(int rank, const ShmMessage& message) {
+// If never, errno says why, which hides a shortage: once a peer has gone, the kernel does not look for room.
+ShmPeering::Sent ShmPeering::send(int rank, const ShmMessage& message) {
   const int fds[2] = {page_fd_, event_fd_};
-  const bool sent = send_message(peers_[rank].socket.fd(), message, fds, 2, MSG_DONTWAIT);
-  shortage_ = !sent && may_be_sent_later(errno) ? errno : 0;
-  return sent;
+  if (send_message(peers_[rank].socket.fd(), message, fds, 2, MSG_DONTWAIT)) {
+    shortages_.erase(rank);
+    return Sent::kYes;
+  }
+  if (!may_be_sent_later(errno)) return Sent::kNever;
+  shortages_[rank] = errno;
+  return Sent::kNotYet;
 }
 
 void ShmPeering::send_welcomes() {
   for (auto entry = welcomes_.begin(); entry != welcomes_.end();) {
-    if (!send(entry->first, entry->second)) {
-      if (shortage_ != 0) return;
+    const Sent sent = send(entry->first, entry->second);
+    if (sent == Sent::kNotYet) return;
+    if (sent == Sent::kNever)
       fail(ErrorKind::kIo, "[shm] rank " + std::to_string(entry->first) + " ended while starting");
-    }
     entry = welcomes_.erase(entry);
   }
 }
@@ -243,11 +248,15 @@ std::string ShmPeering::awaited() const {
 }
 
 void ShmPeering::report_missing(const std::string& ranks) const {
-  if (shortage_ == 0) report_unconnected(ranks);
+  if (shortages_.empty()) report_unconnected(ranks);
   report_unconnected(ranks, unpassed());
 }
 
-std::string ShmPeering::unpassed() const { return "descriptors cannot be passed to it: " + error_text(shortage_); }
+std::string ShmPeering::unpassed() const {
+  std::string ranks;
+  for (const auto& [rank, error] : shortages_) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  return "descriptors cannot be passed to rank " + ranks + ": " + error_text(shortages_.begin()->second);
+}
 
 // Looks at whoever has connected and whoever has answered, without waiting for anybody.
 void ShmPeering::serve() {

@@ -52,6 +52,8 @@ class ShmPeering {
                                  const Interrupted& interrupted, std::map<int, std::string>* unreachable);
 
  private:
+  enum class Sent { kYes, kNotYet, kNever };
+
   void listen();
   std::map<int, ShmPeer> connect_all(Store& store, const std::map<int, std::string>& neighbours, int64_t deadline_ns,
                                      const Interrupted& interrupted, std::map<int, std::string>* unreachable);
@@ -62,7 +64,7 @@ class ShmPeering {
   void serve_pending();
   bool on_hello(Socket& socket);
   void await_welcomes(int64_t deadline_ns, const Interrupted& interrupted);
-  bool send(int rank, const ShmMessage& message);
+  Sent send(int rank, const ShmMessage& message);
   void send_welcomes();
   void take_welcomes();
   void adopt(int rank, Passed passed);
@@ -78,7 +80,7 @@ class ShmPeering {
   PendingConnections<Socket> pending_;
   std::set<int> expected_;                            // ranks that are to connect to us
   std::map<int, ShmMessage> welcomes_;                // for which there was no room yet
-  int shortage_ = 0;                                  // the error number that the last message was put off for
+  std::map<int, int> shortages_;                      // why the last message to a rank was put off: error numbers
   std::map<int, std::unique_ptr<Handshake>> proofs_;  // of lower ranks that have not welcomed us yet
   std::map<int, ShmPeer> peers_;
 };

@@ -72,6 +72,12 @@ bool is_stream(int fd) {
   return getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) == 0 && type == SOCK_STREAM;
 }
 
+// The kernel looks at a peer that is gone before it looks for room.
+int error_of_send(const Fault& fault, int fd) {
+  pollfd entry{fd, 0, 0};
+  return ::poll(&entry, 1, 0) == 1 && (entry.revents & POLLHUP) != 0 ? EPIPE : fault.error;
+}
+
 template <class Function>
 Function* next(const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
@@ -145,7 +151,7 @@ ssize_t recv(int fd, void* data, size_t size, int flags) {
 ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   const auto real = perseus_test::next<ssize_t(int, const msghdr*, int)>("sendmsg");
   const Fault* fault = perseus_test::on_call(Call::kSendmsg);
-  if (fault != nullptr && fault->effect == Effect::kError) return -1;
+  if (fault != nullptr && fault->effect == Effect::kError) return errno = perseus_test::error_of_send(*fault, fd), -1;
   if (fault == nullptr || fault->effect != Effect::kShort || !perseus_test::is_stream(fd))
     return real(fd, message, flags);
   perseus_test::ShortMessage part(*message);
