@@ -296,9 +296,10 @@ std::string Context::job_prefix() const { return prefix_of(world_); }
 // may be waiting in the next epoch already.
 void Context::give_up(Store& store, const Error& error) {
   gave_up_ = true;
-  // Whoever was waiting knows nothing better; whoever knows why the other one gave up says so.
+  // The others know that already. What this rank could not do meanwhile may be why the other one gave up.
   if (!ended_by_other_.empty() && error.kind() == ErrorKind::kAborted)
-    fail(ErrorKind::kIo, "[rendezvous] world " + std::to_string(world_.epoch) + " did not begin" + ended_by_other_);
+    fail(ErrorKind::kIo,
+         "[rendezvous] world " + std::to_string(world_.epoch) + " did not begin: " + error.what() + ended_by_other_);
   std::string text = error.what();
   // It may have ended because another did, and seen it first.
   if (error.kind() == ErrorKind::kIo) text += reason_of_another(store, kAnswerTime);

@@ -79,11 +79,22 @@ void TcpTransport::look_up(Store& store, int64_t deadline_ns, const std::functio
 }
 
 void TcpTransport::join(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted) {
+  try {
+    connect_all(store, deadline_ns, interrupted);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kIo && error.kind() != ErrorKind::kAborted) throw;
+    // Whoever waits for us may lose patience before us, and only we know why we have not connected.
+    fail(error.kind(), error.what() + obstacles());
+  }
+  connectors_.clear();
+}
+
+void TcpTransport::connect_all(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted) {
   look_up(store, deadline_ns, interrupted);
   int64_t ask_at_ns = 0;
   for (;;) {
     const int64_t now = now_ns();
-    if (complete()) break;
+    if (complete()) return;
     if (now >= deadline_ns) report_missing();
     if (interrupted && now >= ask_at_ns) {
       if (interrupted()) fail(ErrorKind::kAborted, "[tcp] interrupted while connecting");
@@ -91,7 +102,6 @@ void TcpTransport::join(Store& store, int64_t deadline_ns, const std::function<b
     }
     work(kWorkSliceMs);
   }
-  connectors_.clear();
 }
 
 bool TcpTransport::complete() const {
@@ -113,12 +123,17 @@ std::string TcpTransport::missing() const {
   return ranks;
 }
 
-void TcpTransport::report_missing() {
-  std::string details;
+// What is in the way of this rank, as an end of a sentence; "" = nothing.
+std::string TcpTransport::obstacles() const {
+  std::string text;
   for (const auto& connector : connectors_)
-    if (!connector->done()) details += "; rank " + std::to_string(connector->peer()) + " at " + connector->trouble();
+    if (!connector->done()) text += "; rank " + std::to_string(connector->peer()) + " at " + connector->trouble();
+  return text;
+}
+
+void TcpTransport::report_missing() {
   fail(ErrorKind::kTimeout, "[tcp] no connection with rank " + missing() + " in time (" +
-                                variable(Var::kStartTimeout).name + ")" + details +
+                                variable(Var::kStartTimeout).name + ")" + obstacles() +
                                 ": are they running, and can the hosts reach each other? " +
                                 variable(Var::kInterfaces).name + " chooses the interface");
 }

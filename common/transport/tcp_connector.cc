@@ -90,6 +90,10 @@ TcpConnector::~TcpConnector() {
   for (const auto& attempt : attempts_) poller_.remove(attempt->fd());
 }
 
+std::string TcpConnector::trouble() const {
+  return !trouble_.empty() || attempts_.empty() ? trouble_ : attempts_.front()->where() + ": not connected yet";
+}
+
 void TcpConnector::check_time() {
   if (done_) return;
   const int64_t now = now_ns();

@@ -26,8 +26,8 @@ class TcpConnector {
   void check_time();
   bool done() const { return done_; }
   int peer() const { return peer_; }
-  // What became of the last try that failed: "10.0.0.5:4711: Connection refused".
-  const std::string& trouble() const { return trouble_; }
+  // What became of the last try that failed: "10.0.0.5:4711: Connection refused". If none has, where one is under way.
+  std::string trouble() const;
 
  private:
   class Attempt;
@@ -49,7 +49,7 @@ class TcpConnector {
   size_t next_ = 0;  // candidate
   int64_t next_start_ns_ = 0;
   bool done_ = false;
-  std::string trouble_ = "not tried yet";
+  std::string trouble_;
 };
 
 }  // namespace perseus

@@ -62,10 +62,12 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   Peer& peer_of(int rank);
   void open_listeners(const InterfaceChoice& choice);
   void look_up(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
+  void connect_all(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
   void work(int timeout_ms);
   void send_all_heartbeats();
   bool complete() const;  // throws when one that was here has ended
   std::string missing() const;
+  std::string obstacles() const;
   [[noreturn]] void report_missing();
   TcpLink& link_of(Peer& peer, int rank, Channel channel);
   std::unique_ptr<MessageCheck> check_of(const Peer& peer, int from, int to, Channel channel) const;

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/epoll.h>
@@ -35,6 +36,7 @@ struct Armed {
   std::atomic<int> step{kStartUp};
   std::atomic<int> calls[kCalls] = {};  // of this step
   std::atomic<int> injected{0};
+  int store_port = 0;
 };
 Armed& armed() {
   static Armed state;
@@ -70,6 +72,11 @@ bool is_stream(int fd) {
   int type = 0;
   socklen_t size = sizeof type;
   return getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) == 0 && type == SOCK_STREAM;
+}
+
+bool is_store(const sockaddr* address) {
+  return address->sa_family == AF_INET &&
+         ntohs(reinterpret_cast<const sockaddr_in*>(address)->sin_port) == armed().store_port;
 }
 
 // The kernel looks at a peer that is gone before it looks for room.
@@ -129,6 +136,7 @@ int socket(int domain, int type, int protocol) noexcept {
 }
 int connect(int fd, const sockaddr* address, socklen_t size) {
   if (perseus_test::refused(Call::kConnect)) return -1;
+  if (!perseus_test::is_store(address) && perseus_test::refused(Call::kConnectToRank)) return -1;
   return perseus_test::next<int(int, const sockaddr*, socklen_t)>("connect")(fd, address, size);
 }
 int accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
@@ -284,6 +292,7 @@ Ending live(const Job& job, int rank, const std::vector<Fault>& faults) {
   Armed& state = armed();
   for (const Fault& fault : faults)
     if (fault.rank == rank) state.faults.push_back(fault);
+  state.store_port = job.port;
   Ending ending;
   const int descriptors = open_descriptors(), mappings = shared_mappings();
   state.on = true;

@@ -15,6 +15,7 @@ namespace perseus_test {
 enum class Call {
   kSocket,
   kConnect,
+  kConnectToRank,  // not to the store, which a rank may connect to at any time
   kAccept,
   kSend,
   kRecv,
@@ -28,7 +29,7 @@ enum class Call {
   kFallocate,
   kMmap,
 };
-constexpr int kCalls = 14;
+constexpr int kCalls = 15;
 
 enum class Effect { kError, kShort, kDelay, kDamage, kForge };
 

@@ -152,6 +152,18 @@ TEST(Patience, WithARankThatCannotWelcomeOthersIsExplainedByIt) {
   EXPECT_TRUE(says(endings[0], std::strerror(ETOOMANYREFS))) << endings[0].message;
 }
 
+// Of two ranks, it hears of the other one's end from the store; of three, it may see the third one end before that.
+TEST(Patience, WithARankThatReachesNobodyIsExplainedByIt) {
+  for (const std::vector<int>& patience_s : std::vector<std::vector<int>>{{5, 30}, {5, 30, 30}}) {
+    const std::vector<Ending> endings =
+        failed_start("tcp", refused(Call::kConnectToRank, EHOSTUNREACH, kStartUp, kAlways), patience_s);
+    EXPECT_TRUE(says(endings[0], "no connection with rank 1 in time")) << endings[0].message;
+    EXPECT_TRUE(says(endings[1], "; rank 0 at ")) << endings[1].message;
+    EXPECT_TRUE(says(endings[1], std::strerror(EHOSTUNREACH))) << endings[1].message;
+    EXPECT_TRUE(says(endings[1], " has given up this start: ")) << endings[1].message;
+  }
+}
+
 // What the faults are compared with.
 TEST(NoFaults, LeaveNothingBehind) {
   for (const char* transport : {"shm", "tcp"})

@@ -365,6 +365,7 @@ TEST(Tcp, ConnectingCanBeInterrupted) {
     const Error error = error_of(
         [&] { connect_tcp(world_of(rank, 2), *store, waker, config, {1 - rank}, {now_ns() + kLimit, stop, {}}); });
     EXPECT_EQ(error.kind(), ErrorKind::kAborted) << error.what();
+    EXPECT_EQ(contains(error, "; rank 0 at "), rank == 1) << error.what();
   }
 }
 

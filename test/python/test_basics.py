@@ -13,7 +13,10 @@ import pytest
 from perseus import basics, config, errors
 
 ROOT = Path(__file__).parent.parent.parent
-GAVE_UP = "[rendezvous] world 2 did not begin; rank 1 has given up this start: why"
+GAVE_UP = (
+    "[rendezvous] world 2 did not begin: [tcp] interrupted while connecting; "
+    "rank 1 has given up this start: why"
+)
 
 
 @pytest.fixture
