@@ -128,14 +128,19 @@ std::string TcpTransport::obstacles() const {
   std::string text;
   for (const auto& connector : connectors_)
     if (!connector->done()) text += "; rank " + std::to_string(connector->peer()) + " at " + connector->trouble();
+  if (acceptor_->shortage() != 0)
+    text +=
+        "; rank " + std::to_string(world_.rank) + " cannot accept connections: " + error_text(acceptor_->shortage());
   return text;
 }
 
 void TcpTransport::report_missing() {
+  std::string remedy;
+  if (acceptor_->shortage() == 0)
+    remedy = std::string(": are they running, and can the hosts reach each other? ") + variable(Var::kInterfaces).name +
+             " chooses the interface";
   fail(ErrorKind::kTimeout, "[tcp] no connection with rank " + missing() + " in time (" +
-                                variable(Var::kStartTimeout).name + ")" + obstacles() +
-                                ": are they running, and can the hosts reach each other? " +
-                                variable(Var::kInterfaces).name + " chooses the interface");
+                                variable(Var::kStartTimeout).name + ")" + obstacles() + remedy);
 }
 
 std::unique_ptr<Transport> connect_tcp(const World& world, Store& store, Waker& waker, const Config& config,

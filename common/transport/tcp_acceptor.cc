@@ -117,6 +117,7 @@ void TcpAcceptor::accept_from(int listener) {
     Socket socket = accept_one(listener);
     if (!socket) {
       const int why = errno;
+      shortage_ = why == EAGAIN ? 0 : why;
       if (why == EAGAIN) return;
       if (!warned_of_shortage_) log_.warning("[tcp] ranks that connect have to wait: " + error_text(why));
       warned_of_shortage_ = true;

@@ -36,6 +36,8 @@ class TcpAcceptor {
   void listen(Socket listener);
   // Closes pending connections that take too long. Call about every 100 ms.
   void check_time();
+  // Why the last connection could not be accepted yet: an error number, 0 = it could.
+  int shortage() const { return shortage_; }
 
  private:
   class Listener;
@@ -56,7 +58,8 @@ class TcpAcceptor {
   std::vector<std::unique_ptr<Listener>> listeners_;
   PendingConnections<std::unique_ptr<Pending>> pending_;
   int warnings_ = 0;
-  bool warned_of_shortage_ = false;  // of descriptors
+  int shortage_ = 0;  // of descriptors
+  bool warned_of_shortage_ = false;
 };
 
 }  // namespace perseus

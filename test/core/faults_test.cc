@@ -101,6 +101,7 @@ const Case kTcp[] = {
     // The first one is for the store. Rank 2 is connected to both long before ranks 0 and 1 are to each other.
     {"slow_pair", "tcp", refused(Call::kConnect, ECONNREFUSED, kStartUp, 20, 1), Expected::kSurvives, 1},
     {"no_descriptor_to_accept_for_a_while", "tcp", refused(Call::kAccept, EMFILE), Expected::kSurvives},
+    {"no_descriptor_to_accept", "tcp", refused(Call::kAccept, EMFILE, kStartUp, kAlways), Expected::kFails},
     {"slow_handshake", "tcp", delayed(Call::kRecv, kStartUp, 20), Expected::kSurvives},
     {"data_refused", "tcp", refused(Call::kConnect, ECONNREFUSED, 0, kAlways), Expected::kFails},
     {"data_without_socket", "tcp", refused(Call::kSocket, EMFILE, 0, kAlways), Expected::kFails},
@@ -162,6 +163,14 @@ TEST(Patience, WithARankThatReachesNobodyIsExplainedByIt) {
     EXPECT_TRUE(says(endings[1], std::strerror(EHOSTUNREACH))) << endings[1].message;
     EXPECT_TRUE(says(endings[1], " has given up this start: ")) << endings[1].message;
   }
+}
+
+TEST(Patience, WithARankThatCannotAcceptIsExplainedToWhoeverWaitsForIt) {
+  Fault fault = refused(Call::kAccept, EMFILE, kStartUp, kAlways);
+  fault.rank = 0;
+  for (const Ending& ending : failed_start("tcp", fault, {5, 30}))
+    EXPECT_TRUE(says(ending, std::string("rank 0 cannot accept connections: ") + std::strerror(EMFILE)))
+        << ending.message;
 }
 
 // What the faults are compared with.
