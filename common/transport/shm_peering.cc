@@ -90,9 +90,9 @@ std::map<int, ShmPeer> ShmPeering::connect(Store& store, const std::map<int, std
   try {
     return connect_all(store, neighbours, deadline_ns, interrupted, unreachable);
   } catch (const Error& error) {
-    if (shortages_.empty() || error.kind() == ErrorKind::kTimeout) throw;
+    if (shortages_.empty() || (error.kind() != ErrorKind::kIo && error.kind() != ErrorKind::kAborted)) throw;
     // Whoever waits for what we cannot pass may lose patience before us, and only we know why it had to wait.
-    fail(ErrorKind::kTimeout, std::string(error.what()) + "; " + unpassed());
+    fail(error.kind(), std::string(error.what()) + "; " + unpassed());
   }
 }
 

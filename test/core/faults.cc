@@ -67,6 +67,13 @@ bool refused(Call call) {
   return fault != nullptr && fault->effect == Effect::kError;
 }
 
+// Asked while this rank starts.
+int interrupted(void*) {
+  const Armed& state = armed();
+  const auto passed = [&](const Fault& fault) { return state.injected >= fault.interrupted_after; };
+  return std::any_of(state.faults.begin(), state.faults.end(), passed) ? 1 : 0;
+}
+
 // Only a stream may move less than was asked for.
 bool is_stream(int fd) {
   int type = 0;
@@ -237,7 +244,7 @@ struct Job {
   int port;
 };
 
-perseus_context* join(const Job& job, int rank) {
+perseus_context* join(const Job& job, int rank, Ending* ending) {
   const std::string transport = "PERSEUS_TRANSPORT=" + job.transport;
   const std::string timeout = "GLOO_TIMEOUT_SECONDS=" + std::to_string(job.timeout_s);
   const int patience_s = job.start_timeouts_s.empty() ? 5 : job.start_timeouts_s[static_cast<size_t>(rank)];
@@ -258,8 +265,12 @@ perseus_context* join(const Job& job, int rank) {
   options.secret = kSecret;
   options.secret_size = sizeof kSecret - 1;
   options.overrides = overrides;
+  options.interrupted = interrupted;
   perseus_context* context = nullptr;
-  return perseus_context_create(&options, &context) == PERSEUS_OK ? context : nullptr;
+  ending->code = perseus_context_create(&options, &context);
+  if (ending->code == PERSEUS_OK) return context;
+  ending->message = perseus_error_message();
+  return nullptr;
 }
 
 // Sets *message unless the sum is there and right.
@@ -296,8 +307,7 @@ Ending live(const Job& job, int rank, const std::vector<Fault>& faults) {
   Ending ending;
   const int descriptors = open_descriptors(), mappings = shared_mappings();
   state.on = true;
-  perseus_context* context = join(job, rank);
-  if (context == nullptr) ending.message = perseus_error_message();
+  perseus_context* context = join(job, rank, &ending);
   for (int step = 0; context != nullptr && step < job.steps; ++step) {
     for (std::atomic<int>& calls : state.calls) calls = 0;
     state.step = step;
@@ -319,20 +329,21 @@ void write_all(int fd, const void* data, size_t size) {
 
 // Less than a pipe holds: nobody waits for its reader.
 void report(int fd, const Ending& ending) {
-  const int numbers[] = {ending.steps, ending.injected, ending.descriptors, ending.mappings};
+  const int numbers[] = {ending.steps, ending.injected, ending.descriptors, ending.mappings, ending.code};
   write_all(fd, numbers, sizeof numbers);
   write_all(fd, ending.message.data(), std::min<size_t>(ending.message.size(), 4096));
 }
 
 Ending read_report(int fd) {
   Ending ending;
-  int numbers[4];
+  int numbers[5];
   if (::read(fd, numbers, sizeof numbers) != sizeof numbers) return ending;
   ending.ended = true;
   ending.steps = numbers[0];
   ending.injected = numbers[1];
   ending.descriptors = numbers[2];
   ending.mappings = numbers[3];
+  ending.code = numbers[4];
   char text[4096];
   for (ssize_t n; (n = ::read(fd, text, sizeof text)) > 0;) ending.message.append(text, static_cast<size_t>(n));
   return ending;

@@ -45,6 +45,8 @@ struct Fault {
   int times = 1;
   Effect effect = Effect::kError;
   int error = 0;  // of kError: what errno is then
+  // After so many effects whoever starts the rank interrupts that.
+  int interrupted_after = kAlways;
 };
 
 // What became of one rank.
@@ -54,6 +56,7 @@ struct Ending {
   int injected = 0;     // faults that took effect
   int descriptors = 0;  // left open
   int mappings = 0;     // of shared memory, left behind
+  int code = 0;         // of the start
   std::string message;  // "" = no error
 };
 

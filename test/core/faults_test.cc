@@ -143,6 +143,7 @@ TEST(Patience, OfARankThatOthersGaveUpAreToldByIt) {
       failed_start("shm", refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways), {5, 30, 30});
   EXPECT_TRUE(says(endings[0], "no connection with rank 1 of this host in time")) << endings[0].message;
   EXPECT_TRUE(says(endings[1], std::strerror(ETOOMANYREFS))) << endings[1].message;
+  EXPECT_TRUE(says(endings[1], " has given up this start: ")) << endings[1].message;
 }
 
 TEST(Patience, WithARankThatCannotWelcomeOthersIsExplainedByIt) {
@@ -151,6 +152,19 @@ TEST(Patience, WithARankThatCannotWelcomeOthersIsExplainedByIt) {
   const std::vector<Ending> endings = failed_start("shm", fault, {30, 5, 30});
   EXPECT_TRUE(says(endings[1], "no connection with rank 0 of this host in time")) << endings[1].message;
   EXPECT_TRUE(says(endings[0], std::strerror(ETOOMANYREFS))) << endings[0].message;
+  EXPECT_TRUE(says(endings[0], " has given up this start: ")) << endings[0].message;
+}
+
+// Its caller's wish stays one, and the message still says why the start took so long.
+TEST(Patience, OfTheCallerOfARankThatWaitsForRoomEndsAsAnInterruption) {
+  Fault fault = refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways);
+  fault.interrupted_after = 20;
+  const std::vector<Ending> endings = failed_start("shm", fault, {30, 30});
+  EXPECT_EQ(endings[1].code, PERSEUS_ABORTED);
+  const std::string told = std::string("[shm] interrupted while connecting; descriptors cannot be passed to rank 0: ") +
+                           std::strerror(ETOOMANYREFS);
+  EXPECT_EQ(endings[1].message.find(told), 0u) << endings[1].message;
+  EXPECT_TRUE(says(endings[0], "rank 1 has given up this start: " + told)) << endings[0].message;
 }
 
 // Of two ranks, it hears of the other one's end from the store; of three, it may see the third one end before that.
