@@ -63,7 +63,7 @@ class _Finder:
     awaited: ClassVar[dict[str, Callable[[ModuleType], None]]] = {}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, whose loader is followed; None for modules that are not awaited."""
+        """The module's own spec, whose loader is followed; None for one that is not awaited."""
         follow = self.awaited.pop(fullname, None)
         if follow is None:
             return None
