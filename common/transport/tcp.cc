@@ -127,7 +127,8 @@ std::string TcpTransport::missing() const {
 std::string TcpTransport::obstacles() const {
   std::string text;
   for (const auto& connector : connectors_)
-    if (!connector->done()) text += "; rank " + std::to_string(connector->peer()) + " at " + connector->trouble();
+    if (!connector->done() && !connector->trouble().empty())
+      text += "; rank " + std::to_string(connector->peer()) + " at " + connector->trouble();
   if (acceptor_->shortage() != 0)
     text +=
         "; rank " + std::to_string(world_.rank) + " cannot accept connections: " + error_text(acceptor_->shortage());

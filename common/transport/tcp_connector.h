@@ -26,7 +26,8 @@ class TcpConnector {
   void check_time();
   bool done() const { return done_; }
   int peer() const { return peer_; }
-  // What became of the last try that failed: "10.0.0.5:4711: Connection refused". If none has, where one is under way.
+  // What became of the last try that failed: "10.0.0.5:4711: Connection refused". If none has, where one is under way,
+  // and "" if none is.
   std::string trouble() const;
 
  private:
