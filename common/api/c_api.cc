@@ -172,7 +172,8 @@ perseus_code perseus_store_server_abandon(perseus_store_server* server, const ch
     world.rank = rank;
     const std::string host = server->host.empty() ? "127.0.0.1" : server->host;
     const int64_t deadline = perseus::now_ns() + kStoreAnswer;
-    perseus::abandon_start(*perseus::connect_store(host, server->server->port(), server->secret, deadline), world, why);
+    const auto store = perseus::connect_store(host, server->server->port(), server->secret, deadline);
+    perseus::abandon_start(*store, world, why, deadline);
     return PERSEUS_OK;
   });
 }

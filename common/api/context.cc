@@ -50,7 +50,10 @@ std::shared_ptr<MemoryWorld> memory_world(const std::string& name, uint32_t epoc
 class MemoryWorldStore final : public Store {
  public:
   explicit MemoryWorldStore(std::shared_ptr<MemoryWorld> world) : world_(std::move(world)) {}
-  void set(const std::string& key, const std::string& value) override { world_->store->set(key, value); }
+  void set(const std::string& key, const std::string& value, int64_t deadline_ns,
+           const Interrupted& interrupted) override {
+    world_->store->set(key, value, deadline_ns, interrupted);
+  }
   std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted) override {
     return world_->store->get(key, deadline_ns, interrupted);
   }
@@ -68,8 +71,6 @@ class MemoryWorldStore final : public Store {
   std::shared_ptr<MemoryWorld> world_;
 };
 
-// For an answer of the store that does not wait for anybody, on however busy a machine.
-constexpr int64_t kAnswerTime = 5 * kSecond;
 constexpr size_t kMostNamed = 16;
 // What a rank says in the store when it is connected to all, and when it knows that all are.
 constexpr char kReady[] = "ready", kLeft[] = "left";
@@ -158,9 +159,9 @@ std::vector<std::string> news_of(std::vector<std::string> texts) {
 
 }  // namespace
 
-void abandon_start(Store& store, const World& world, const std::string& why) {
-  store.set(entry_key(world), kGaveUp + why);
-  store.set(prefix_of(world) + kGaveUpWhy + std::to_string(world.rank), why);
+void abandon_start(Store& store, const World& world, const std::string& why, int64_t deadline) {
+  store.set(entry_key(world), kGaveUp + why, deadline);
+  store.set(prefix_of(world) + kGaveUpWhy + std::to_string(world.rank), why, deadline);
 }
 
 Context::Context(const ContextOptions& options)
@@ -204,9 +205,12 @@ void Context::pass_begun_worlds(Store& store, const ContextOptions& options, int
   std::vector<int> witnesses{1};
   if (world_.rank > 1) witnesses.push_back(world_.rank);
   const auto ignore = [](int, const std::string&) {};
-  while (store.get_present(job_prefix() + kLeft + "/", witnesses, deadline, ignore, options.interrupted).size() <
-         witnesses.size())
-    ++world_.epoch;
+  const auto begun = [&] {
+    const std::string prefix = job_prefix() + kLeft + "/";
+    const int64_t answered = Store::answer_by(deadline);
+    return store.get_present(prefix, witnesses, answered, ignore, options.interrupted).size() < witnesses.size();
+  };
+  while (begun()) ++world_.epoch;
 }
 
 void Context::exchange_entries(Store& store, const ContextOptions& options, int64_t deadline) {
@@ -216,7 +220,7 @@ void Context::exchange_entries(Store& store, const ContextOptions& options, int6
   std::memcpy(&number, random_bytes(sizeof number).data(), sizeof number);
   const std::string ours =
       kEntry + world_.version + "\n" + host_identity() + "\n" + std::to_string(number) + "\n" + settings;
-  store.set(entry_key(world_), ours);
+  store.set(entry_key(world_), ours, Store::answer_by(deadline), options.interrupted);
   std::vector<std::string> hosts(static_cast<size_t>(world_.size));
   const auto on_entry = [&](int rank, const std::string& entry) {
     hosts[rank] = read_entry(store, options, rank, entry, settings);
@@ -248,16 +252,17 @@ std::string Context::read_entry(Store& store, const ContextOptions& options, int
   return entry.substr(host, line - host);
 }
 
-// Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end with its process. In
-// memory it ends with whoever leaves it last, and all wait: one that comes later would find an empty one.
+// Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end
+// with its process. In memory it ends with whoever leaves it last, and all wait: one that comes later would find an
+// empty one.
 void Context::refuse(Store& store, const ContextOptions& options, const std::string& why) {
   try {
     const std::string prefix = job_prefix() + "refused/";
-    store.set(prefix + std::to_string(world_.rank), "");
+    const int64_t deadline = now_ns() + Store::kAnswerTime;
+    store.set(prefix + std::to_string(world_.rank), "", deadline, options.interrupted);
     const auto ignore = [](int, const std::string&) {};
     if (world_.rank == 0 || !options.memory_world.empty())
-      static_cast<void>(
-          store.get_all(prefix, ranks_from(0, world_.size), now_ns() + kAnswerTime, ignore, options.interrupted));
+      static_cast<void>(store.get_all(prefix, ranks_from(0, world_.size), deadline, ignore, options.interrupted));
   } catch (const Error&) {
     // A rank is late, or the server is gone: what is to be said is the same.
   }
@@ -274,7 +279,7 @@ void Context::report_missing(Store& store, const ContextOptions& options, std::v
   };
   try {
     const std::vector<int> absent = store.get_present(job_prefix() + "rank/", ranks_from(0, world_.size),
-                                                      now_ns() + kAnswerTime, on_present, options.interrupted);
+                                                      now_ns() + Store::kAnswerTime, on_present, options.interrupted);
     if (!absent.empty()) missing = absent;
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kAborted) throw;
@@ -302,11 +307,11 @@ void Context::give_up(Store& store, const Error& error) {
          "[rendezvous] world " + std::to_string(world_.epoch) + " did not begin: " + error.what() + ended_by_other_);
   std::string text = error.what();
   // It may have ended because another did, and seen it first.
-  if (error.kind() == ErrorKind::kIo) text += reason_of_another(store, kAnswerTime);
+  if (error.kind() == ErrorKind::kIo) text += reason_of_another(store, Store::kAnswerTime);
   // A wrong setting is the same for all, and they say so themselves.
   if (error.kind() != ErrorKind::kInvalidArgument) {
     try {
-      abandon_start(store, world_, text);
+      abandon_start(store, world_, text, now_ns() + Store::kAnswerTime);
     } catch (const Error&) {
       // The server is gone, and the others know.
     }
@@ -428,7 +433,7 @@ std::function<bool()> Context::watching_others(const ContextOptions& options, in
   auto store = std::make_shared<std::shared_ptr<Store>>();
   // Heartbeats wait for the answer.
   const int64_t limit = config_.integer(Var::kTimeout) * kSecond;
-  const int64_t patience = limit == 0 ? kAnswerTime : std::min(kAnswerTime, limit / 4);
+  const int64_t patience = limit == 0 ? Store::kAnswerTime : std::min(Store::kAnswerTime, limit / 4);
   return [this, options, deadline, store, patience, ask_at = now_ns() + kSecond]() mutable {
     if (options.interrupted && options.interrupted()) return true;
     if (now_ns() < ask_at) return false;
@@ -459,7 +464,8 @@ void Context::use_mpi(const ContextOptions& options, int64_t deadline) {
 // Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.
 void Context::await_all(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string prefix = job_prefix();
-  store.set(prefix + kReady + "/" + std::to_string(world_.rank), encode(engine_->own_location()));
+  const std::string own = "/" + std::to_string(world_.rank);
+  store.set(prefix + kReady + own, encode(engine_->own_location()), Store::answer_by(deadline), options.interrupted);
   std::vector<Location> locations;
   for (const std::string& text : await_word(store, kReady, 0, options, deadline))
     locations.push_back(decode_location(text));
@@ -469,8 +475,9 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
     await_word(store, kLeft, 1, options, deadline);
   } else {
     try {
-      store.set(prefix + kLeft + "/" + std::to_string(world_.rank), "");
-    } catch (const Error&) {
+      store.set(prefix + kLeft + own, "", Store::answer_by(deadline), options.interrupted);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kAborted) throw;
       // It was received, but rank 0 was gone before the answer.
     }
   }
@@ -482,7 +489,7 @@ bool Context::all_said(Store& store, const std::string& word, const std::vector<
                        const std::function<void(int rank, const std::string& text)>& on_word,
                        const ContextOptions& options) const {
   const std::string prefix = job_prefix() + word + "/";
-  const int64_t deadline = now_ns() + kAnswerTime;
+  const int64_t deadline = now_ns() + Store::kAnswerTime;
   try {
     const std::vector<int> missing = word == kLeft
                                          ? store.get_all(prefix, ranks, deadline, on_word, options.interrupted)

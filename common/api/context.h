@@ -27,8 +27,8 @@ struct ContextOptions {
 };
 
 // Ends the start of a world for all that still wait for its rank, which will not come. Throws Error when the store does
-// not answer.
-void abandon_start(Store& store, const World& world, const std::string& why);
+// not answer by the deadline.
+void abandon_start(Store& store, const World& world, const std::string& why, int64_t deadline_ns);
 
 class Context {
  public:

@@ -16,7 +16,7 @@ namespace {
 
 class MemoryStore : public Store {
  public:
-  void set(const std::string& key, const std::string& value) override {
+  void set(const std::string& key, const std::string& value, int64_t, const Interrupted&) override {
     const MutexLock lock(mutex_);
     const Value& kept = values_[key] = std::make_shared<const std::string>(value);
     for (Waiter* waiter : waiters_) {

@@ -1,11 +1,14 @@
 // How ranks find each other: a tiny shared key-value space. Implementations are thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "base/clock.h"
 
 namespace perseus {
 
@@ -15,12 +18,19 @@ class Store {
   // Gets the value of one of several keys that differ in a number.
   using OnValue = std::function<void(int number, const std::string& value)>;
 
+  // For an answer that waits for no rank, on however busy a machine.
+  static constexpr int64_t kAnswerTime = 5 * kSecond;
+  // The deadline of such an answer for a rank that may be late already: not the store is to be blamed for that.
+  static int64_t answer_by(int64_t deadline_ns) { return std::max(deadline_ns, now_ns() + kAnswerTime); }
+
   virtual ~Store() = default;
-  // Make `key` readable for everybody. Setting a key again replaces it.
-  virtual void set(const std::string& key, const std::string& value) = 0;
-  // Wait until `key` exists and return its value. Throws Error(kTimeout) at `deadline_ns` (base/clock.h), naming the
-  // key; Error(kIo) when the server is gone. `interrupted`, when given, is asked about every 100 ms; true ends the wait
-  // with Error(kAborted).
+  // Make `key` readable for everybody. Setting a key again replaces it. Throws Error(kTimeout) when the server has not
+  // answered by `deadline_ns` (base/clock.h), and Error(kIo) when it is gone. `interrupted`, when given, is asked about
+  // every 100 ms; true ends the wait with Error(kAborted).
+  virtual void set(const std::string& key, const std::string& value, int64_t deadline_ns,
+                   const Interrupted& interrupted = {}) = 0;
+  // Wait until `key` exists and return its value. Throws Error(kTimeout) at `deadline_ns`, naming the key; else as
+  // set().
   virtual std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted = {}) = 0;
   // The same for the keys prefix + "7" of all `numbers`, which must ascend, in one request: every value goes to
   // `on_value` once, soon after the key exists, in any order. What `on_value` throws ends the wait. Returns the numbers

@@ -31,14 +31,13 @@ constexpr int64_t kRetryPause = 50 * kMillisecond;
 constexpr int64_t kConnectLimit = 3 * kSecond;
 // What is received at once.
 constexpr size_t kPiece = 64 * 1024;
-// A set() has no deadline of its own.
-constexpr int64_t kSetLimit = 60 * kSecond;
 
 using Interrupted = Store::Interrupted;
 
 // What a call waits for, and for how long.
 struct Call {
   std::function<std::string()> key;  // of several, one that is missing
+  bool awaits_key;                   // else only the server's answer
   int64_t deadline_ns;
   const Interrupted& interrupted;
   int64_t ask_at_ns = now_ns() + kSlice;  // where parts of an answer come so often that no wait takes a slice
@@ -76,11 +75,12 @@ class TcpStore : public Store {
     }
   }
 
-  void set(const std::string& key, const std::string& value) override {
+  void set(const std::string& key, const std::string& value, int64_t deadline_ns,
+           const Interrupted& interrupted) override {
     if (value.size() > kMaxValue)
       fail(ErrorKind::kInvalidArgument, "[rendezvous] value of key '" + key + "' has " + std::to_string(value.size()) +
                                             " bytes: expected at most " + std::to_string(kMaxValue));
-    request(kSet, key, value, now_ns() + kSetLimit, {});
+    request(kSet, key, value, deadline_ns, interrupted);
   }
 
   std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted) override {
@@ -100,7 +100,7 @@ class TcpStore : public Store {
  private:
   std::string request(uint32_t op, const std::string& key, const std::string& value, int64_t deadline_ns,
                       const Interrupted& interrupted) {
-    Call call{[&key] { return key; }, deadline_ns, interrupted};
+    Call call{[&key] { return key; }, op == kGet, deadline_ns, interrupted};
     Connection connection = take(deadline_ns, interrupted);
     if (!send_request(&connection, op, key, value, call)) late(call);
     std::string head, result;
@@ -128,7 +128,7 @@ class TcpStore : public Store {
     if (unanswered.all_came()) return absent;
     std::string body, in;
     for (const int number : numbers) put_u32(&body, static_cast<uint32_t>(number));
-    Call call{[&unanswered] { return unanswered.first_missing(); }, deadline_ns, interrupted};
+    Call call{[&unanswered] { return unanswered.first_missing(); }, op == kGetAll, deadline_ns, interrupted};
     Connection connection = take(deadline_ns, interrupted);
     bool in_time = send_request(&connection, op, prefix, body, call);
     while (in_time && !unanswered.all_came()) {
@@ -221,7 +221,9 @@ class TcpStore : public Store {
   }
 
   [[noreturn]] void late(const Call& call) {
-    fail(ErrorKind::kTimeout, "[rendezvous] key '" + call.key() + "' was not set in time");
+    if (call.awaits_key) fail(ErrorKind::kTimeout, "[rendezvous] key '" + call.key() + "' was not set in time");
+    fail(ErrorKind::kTimeout, "[rendezvous] the store server at " + where_ + " did not answer in time, key '" +
+                                  call.key() + "': was its process, rank 0's or the launcher's, or this rank paused?");
   }
 
   [[noreturn]] void gone(const std::string& key, const std::string& why) {

@@ -257,7 +257,8 @@ std::map<int, std::string> addresses_here(const World& world, Store& store, cons
                                           const ConnectOptions& options) {
   const std::string prefix = world.job + "/" + std::to_string(world.epoch) + "/shm/";
   const std::string host = host_identity();
-  store.set(prefix + std::to_string(world.rank), host + " " + own_address);
+  store.set(prefix + std::to_string(world.rank), host + " " + own_address, Store::answer_by(options.deadline_ns),
+            options.interrupted);
   std::vector<int> others;
   for (int rank = 0; rank < world.size; ++rank)
     if (rank != world.rank) others.push_back(rank);

@@ -131,7 +131,7 @@ std::map<int, ShmPeer> ShmPeering::connect_all(Store& store, const std::map<int,
 void ShmPeering::await_higher(Store& store, const std::map<int, std::string>& neighbours, const std::string& missed,
                               int64_t deadline_ns, const Interrupted& interrupted) {
   const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/shm/met/";
-  store.set(prefix + std::to_string(world_.rank), missed);
+  store.set(prefix + std::to_string(world_.rank), missed, Store::answer_by(deadline_ns), interrupted);
   std::vector<int> higher;
   for (const auto& [rank, address] : neighbours)
     if (rank > world_.rank) higher.push_back(rank);

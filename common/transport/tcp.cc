@@ -146,7 +146,7 @@ void TcpTransport::report_missing() {
 
 std::unique_ptr<Transport> connect_tcp(const World& world, Store& store, Waker& waker, const Config& config,
                                        const std::vector<int>& peers, const ConnectOptions& options) {
-  auto transport = std::make_unique<TcpTransport>(world, store, waker, config, peers);
+  auto transport = std::make_unique<TcpTransport>(world, store, waker, config, peers, options);
   try {
     transport->join(store, options.deadline_ns, options.interrupted);
   } catch (const Error& error) {

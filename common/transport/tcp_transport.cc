@@ -97,7 +97,7 @@ class TcpTransport::Outgoing : public PollHandler {
 };
 
 TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const Config& config,
-                           const std::vector<int>& peers)
+                           const std::vector<int>& peers, const ConnectOptions& options)
     : world_(world),
       keep_alive_s_(keep_alive_seconds(config)),
       heard_ns_(heard_within(config)),
@@ -108,7 +108,9 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
   for (const int rank : peers) peers_[rank];
   acceptor_ = std::make_unique<TcpAcceptor>(poller_, world_, *this, log_);
   open_listeners(InterfaceChoice(config));
-  if (!peers_.empty()) store.set(store_prefix() + std::to_string(world_.rank), own_.encode());
+  if (!peers_.empty())
+    store.set(store_prefix() + std::to_string(world_.rank), own_.encode(), Store::answer_by(options.deadline_ns),
+              options.interrupted);
   waker_.watch(poller_.fd());
 }
 

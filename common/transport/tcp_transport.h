@@ -26,7 +26,8 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
  public:
   // Listens on the configured interfaces and publishes where. Throws Error(kInvalidArgument) for interfaces that are
   // not there.
-  TcpTransport(const World& world, Store& store, Waker& waker, const Config& config, const std::vector<int>& peers);
+  TcpTransport(const World& world, Store& store, Waker& waker, const Config& config, const std::vector<int>& peers,
+               const ConnectOptions& options);
   ~TcpTransport() override;
 
   // Blocks until every peer's control connection is established; see connect_tcp().

@@ -176,7 +176,8 @@ TEST(Bootstrap, RanksWhoseMasterIsAnyLoopbackAddressMeet) {
     const std::vector<std::string> overrides{"PERSEUS_MASTER_PORT=20050"};
     const Rendezvous first = bootstrap_with(with(torch, "RANK", "0"), overrides);
     const Rendezvous other = bootstrap_with(with(torch, "RANK", "1"), overrides);
-    connect_store(other.host, other.port, other.secret, now_ns() + 30 * kSecond)->set("key", "value");
+    connect_store(other.host, other.port, other.secret, now_ns() + 30 * kSecond)
+        ->set("key", "value", now_ns() + 30 * kSecond);
   }
 }
 
@@ -206,7 +207,8 @@ void expect_one_store(const std::vector<Rendezvous>& found) {
     EXPECT_EQ(each.port, found[0].port);
     EXPECT_EQ(each.secret, found[0].secret);
   }
-  connect_store(found[1].host, found[1].port, found[1].secret, now_ns() + 30 * kSecond)->set("key", "value");
+  connect_store(found[1].host, found[1].port, found[1].secret, now_ns() + 30 * kSecond)
+      ->set("key", "value", now_ns() + 30 * kSecond);
 }
 
 TEST(BootstrapByPmi, RanksOfOneHostMeetOnLoopback) {

@@ -126,7 +126,10 @@ TEST(Shm, SilentConnectionsDelayNoStart) {
 // Lets silent connections arrive at rank 0 when all others have said hello and it has not looked yet.
 class CrowdedStore : public Store {
  public:
-  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  void set(const std::string& key, const std::string& value, int64_t deadline_ns,
+           const Interrupted& interrupted) override {
+    store_->set(key, value, deadline_ns, interrupted);
+  }
   std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted) override {
     return store_->get(key, deadline_ns, interrupted);
   }

@@ -214,7 +214,7 @@ TEST(StoreServer, GarbageAndSilenceDisturbNobody) {
   const std::string received = garbage.receive(&closed);
   EXPECT_TRUE(closed);
   EXPECT_LE(received.size(), kOpeningSize + kProofSize);
-  store->set("k", "v");
+  store->set("k", "v", in_ms(kPatienceMs));
   EXPECT_EQ(client_of(*server)->get("k", in_ms(kPatienceMs)), "v");
   silent.receive(&closed);
   EXPECT_TRUE(closed);
@@ -232,7 +232,7 @@ TEST(StoreServer, CrowdOfPendingConnectionsLeavesRoomForMembers) {
   const auto server = serve();
   std::vector<RawPeer> crowd;
   for (int i = 0; i < 1500; ++i) crowd.emplace_back(server->port());
-  client_of(*server)->set("k", "v");
+  client_of(*server)->set("k", "v", in_ms(kPatienceMs));
   EXPECT_EQ(client_of(*server)->get("k", in_ms(kPatienceMs)), "v");
 }
 
@@ -267,7 +267,7 @@ TEST(StoreServer, PendingConnectionsGetAShareOfTheDescriptors) {
   char byte = 1;
   EXPECT_EQ(::read(tell[0], &byte, 1), 1);
   EXPECT_LE(open_descriptors(), before + kShare);
-  client_of(*server)->set("k", "v");
+  client_of(*server)->set("k", "v", in_ms(kPatienceMs));
   EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &files), 0);
   ::close(hold[1]);
   int status = 0;
@@ -306,7 +306,7 @@ TEST(StoreServer, ImpossibleSizesCloseTheConnection) {
     peer.receive(&closed);
     EXPECT_TRUE(closed) << "request " << &requests - bad;
   }
-  store->set("k", "v");
+  store->set("k", "v", in_ms(kPatienceMs));
   EXPECT_EQ(store->get("k", in_ms(kPatienceMs)), "v");
 }
 
@@ -347,15 +347,15 @@ TEST(StoreServer, OnlyTheClientCanAsk) {
 TEST(StoreServer, AnswersTheKeysThatExistBeforeTheOthers) {
   const auto server = serve();
   const auto store = client_of(*server);
-  store->set("k/5", "five");
+  store->set("k/5", "five", in_ms(kPatienceMs));
   RawMember peer(server->port());
   bool closed = false;
   const auto expect_next = [&](const std::string& coded) { EXPECT_EQ(peer.receive(&closed, coded.size()), coded); };
   peer.ask(request(kGetAll, "k/", numbers_text({2, 5, 9})));
   expect_next(peer.coded_reply(entry(5, "five")));
-  store->set("k/9", "nine");
+  store->set("k/9", "nine", in_ms(kPatienceMs));
   expect_next(peer.coded_reply(entry(9, "nine")));
-  store->set("k/2", "");
+  store->set("k/2", "", in_ms(kPatienceMs));
   expect_next(peer.coded_reply(entry(2, "")));
   peer.ask(request(kGetPresent, "k/", numbers_text({1, 2, 9})));
   std::string rest;
@@ -368,16 +368,16 @@ TEST(StoreServer, AnswersTheKeysThatExistBeforeTheOthers) {
 TEST(StoreServer, ClientsThatLeaveWhileTheyWaitForManyKeysDisturbNobody) {
   const auto server = serve();
   const auto store = client_of(*server);
-  store->set("k/1", std::string(kMaxValue, 'v'));
+  store->set("k/1", std::string(kMaxValue, 'v'), in_ms(kPatienceMs));
   {
     RawMember waits(server->port()), gathers(server->port()), reads_nothing(server->port());
     const uint64_t before = server->requests();
     for (RawMember* peer : {&waits, &gathers}) peer->ask(request(kGetAll, "k/", numbers_text({2, 3})));
     reads_nothing.ask(request(kGetAll, "k/", numbers_text({1, 2})));
     while (server->requests() < before + 3) std::this_thread::yield();
-    store->set("k/2", "two");
+    store->set("k/2", "two", in_ms(kPatienceMs));
   }
-  store->set("k/3", "three");
+  store->set("k/3", "three", in_ms(kPatienceMs));
   Values values;
   EXPECT_TRUE(store->get_all("k/", {2, 3}, in_ms(kPatienceMs), into(&values)).empty());
   EXPECT_EQ(values, (Values{{2, "two"}, {3, "three"}}));

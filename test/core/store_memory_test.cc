@@ -66,7 +66,7 @@ TEST(StoreServer, ThatRunsOutOfMemoryServesOn) {
       if (n == 0) await(peer.fd());
   }
   const auto store = connect_store("127.0.0.1", server->port(), "secret", now_ns() + kPatienceMs * kMillisecond);
-  store->set("k", "v");
+  store->set("k", "v", now_ns() + kPatienceMs * kMillisecond);
   EXPECT_EQ(store->get("k", now_ns() + kPatienceMs * kMillisecond), "v");
 }
 

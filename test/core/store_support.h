@@ -1,8 +1,13 @@
 // What tests of the store have in common.
 #pragma once
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <csignal>
 #include <map>
 #include <memory>
 #include <string>
@@ -34,5 +39,46 @@ inline Store::OnValue into(Values* values) {
     EXPECT_TRUE(values->emplace(number, value).second) << number << " came twice";
   };
 }
+
+// A server in a process of its own, which can be stopped and go on. Make it while this process has a single thread.
+class StoppableServer {
+ public:
+  StoppableServer() {
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC) != 0) return;
+    process_ = ::fork();
+    if (process_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      const auto server = serve();
+      const int port = server->port();
+      if (::write(ends[1], &port, sizeof port) != sizeof port) _exit(1);
+      for (;;) ::pause();
+    }
+    ::close(ends[1]);
+    EXPECT_EQ(::read(ends[0], &port_, sizeof port_), static_cast<ssize_t>(sizeof port_));
+    ::close(ends[0]);
+  }
+  ~StoppableServer() {
+    ::kill(process_, SIGKILL);
+    ::waitpid(process_, nullptr, 0);
+  }
+  StoppableServer(const StoppableServer&) = delete;
+  StoppableServer& operator=(const StoppableServer&) = delete;
+
+  int port() const { return port_; }
+  std::shared_ptr<Store> client() const { return connect_store("127.0.0.1", port_, "secret", in_ms(kPatienceMs)); }
+  // It answers nothing from here on.
+  void stop() const {
+    ::kill(process_, SIGSTOP);
+    int status = 0;
+    EXPECT_EQ(::waitpid(process_, &status, WUNTRACED), process_);
+    EXPECT_TRUE(WIFSTOPPED(status));
+  }
+  void go_on() const { ::kill(process_, SIGCONT); }
+
+ private:
+  pid_t process_ = -1;
+  int port_ = 0;
+};
 
 }  // namespace perseus

@@ -43,11 +43,11 @@ class QuietPort {
 
 void check_contract_of_many(Store& store) {
   using Missing = std::vector<int>;
-  store.set("n/3", "three");
-  store.set("n/03", "not three");
-  store.set("n/3x", "not three");
-  store.set("m/12", "of another prefix");
-  store.set("n/12", std::string("t\0welve", 8));
+  store.set("n/3", "three", in_ms(kPatienceMs));
+  store.set("n/03", "not three", in_ms(kPatienceMs));
+  store.set("n/3x", "not three", in_ms(kPatienceMs));
+  store.set("m/12", "of another prefix", in_ms(kPatienceMs));
+  store.set("n/12", std::string("t\0welve", 8), in_ms(kPatienceMs));
   Values values;
   EXPECT_EQ(store.get_all("n/", {3, 12}, in_ms(kPatienceMs), into(&values)), Missing());
   EXPECT_EQ(values, (Values{{3, "three"}, {12, std::string("t\0welve", 8)}}));
@@ -89,24 +89,24 @@ void check_contract_of_many(Store& store) {
   std::thread waiter([&] {
     const auto take = [&](int number, const std::string& value) {
       into (&values)(number, value);
-      if (number == 7) store.set("later/8", "by on_value");
+      if (number == 7) store.set("later/8", "by on_value", in_ms(kPatienceMs));
     };
     missing = store.get_all("later/", {7, 8, 1000}, in_ms(kPatienceMs), take, [&] { return waits = true, false; });
   });
   while (!waits) std::this_thread::yield();
-  store.set("later/1000", "first");
-  store.set("later/7", "second");
+  store.set("later/1000", "first", in_ms(kPatienceMs));
+  store.set("later/7", "second", in_ms(kPatienceMs));
   waiter.join();
   EXPECT_EQ(missing, Missing());
   EXPECT_EQ(values, (Values{{7, "second"}, {8, "by on_value"}, {1000, "first"}}));
 }
 
 void check_contract(Store& store) {
-  store.set("a", "one");
+  store.set("a", "one", in_ms(kPatienceMs));
   EXPECT_EQ(store.get("a", in_ms(kPatienceMs)), "one");
-  store.set("a", std::string("t\0wo", 4));
+  store.set("a", std::string("t\0wo", 4), in_ms(kPatienceMs));
   EXPECT_EQ(store.get("a", in_ms(kPatienceMs)), std::string("t\0wo", 4));
-  store.set("empty", "");
+  store.set("empty", "", in_ms(kPatienceMs));
   EXPECT_EQ(store.get("empty", in_ms(kPatienceMs)), "");
 
   const int64_t begin = now_ns();
@@ -125,8 +125,8 @@ void check_contract(Store& store) {
   std::atomic<bool> waits{false};
   std::thread waiter([&] { got = store.get("later", in_ms(kPatienceMs), [&] { return waits = true, false; }); });
   while (!waits) std::this_thread::yield();
-  store.set("other", "x");
-  store.set("later", "now");
+  store.set("other", "x", in_ms(kPatienceMs));
+  store.set("later", "now", in_ms(kPatienceMs));
   waiter.join();
   EXPECT_EQ(got, "now");
 }
@@ -137,7 +137,7 @@ TEST(Store, OnceAWorldHasBegunTheServerForgetsThoseLongBefore) {
   const auto store = client_of(*server);
   const std::vector<std::string> others = {"world/",          "world/1",  "world/x/rank/0",
                                            "worlds/1/rank/0", "1/rank/0", "a/world/1/rank/0"};
-  for (const std::string& key : others) store->set(key, "kept");
+  for (const std::string& key : others) store->set(key, "kept", in_ms(kPatienceMs));
   const auto has = [&](const std::string& key) {
     const size_t number = key.find_last_not_of("0123456789") + 1;
     if (number == key.size()) return store->get(key, in_ms(kPatienceMs)) == "kept";
@@ -146,14 +146,15 @@ TEST(Store, OnceAWorldHasBegunTheServerForgetsThoseLongBefore) {
         .empty();
   };
   const auto present = [&](int epoch) { return has("world/" + std::to_string(epoch) + "/rank/0"); };
-  for (int epoch = 0; epoch < 12; ++epoch) store->set("world/" + std::to_string(epoch) + "/rank/0", "entry");
+  for (int epoch = 0; epoch < 12; ++epoch)
+    store->set("world/" + std::to_string(epoch) + "/rank/0", "entry", in_ms(kPatienceMs));
   EXPECT_TRUE(present(0));
-  store->set("world/1/left/1", "");
+  store->set("world/1/left/1", "", in_ms(kPatienceMs));
   EXPECT_TRUE(present(0));
-  store->set("world/10/left/1", "");
+  store->set("world/10/left/1", "", in_ms(kPatienceMs));
   for (int epoch = 0; epoch < 12; ++epoch) EXPECT_EQ(present(epoch), epoch >= 3) << epoch;
-  store->set("world/1/rank/0", "late");
-  store->set("world/9/left/1", "");
+  store->set("world/1/rank/0", "late", in_ms(kPatienceMs));
+  store->set("world/9/left/1", "", in_ms(kPatienceMs));
   EXPECT_TRUE(present(1));
   EXPECT_TRUE(present(3));
   for (const std::string& key : others) EXPECT_TRUE(has(key)) << key;
@@ -179,14 +180,16 @@ TEST(TcpStore, ManyKeysTakeOneRequestHoweverTheyAppear) {
   constexpr int kKeys = 100;
   std::vector<int> numbers(kKeys);
   std::iota(numbers.begin(), numbers.end(), 0);
-  for (int number = 0; number < kKeys; number += 2) other->set("k/" + std::to_string(number), "early");
+  for (int number = 0; number < kKeys; number += 2)
+    other->set("k/" + std::to_string(number), "early", in_ms(kPatienceMs));
   const uint64_t before = server->requests();
   std::atomic<int> got{0};
   std::thread waiter([&] {
     EXPECT_TRUE(store->get_all("k/", numbers, in_ms(kPatienceMs), [&](int, const std::string&) { ++got; }).empty());
   });
   while (got < kKeys / 2) std::this_thread::yield();  // those that are there come without the others
-  for (int number = 1; number < kKeys; number += 2) other->set("k/" + std::to_string(number), "late");
+  for (int number = 1; number < kKeys; number += 2)
+    other->set("k/" + std::to_string(number), "late", in_ms(kPatienceMs));
   waiter.join();
   EXPECT_EQ(got, kKeys);
   EXPECT_EQ(server->requests() - before, 1u + kKeys / 2);
@@ -204,7 +207,7 @@ TEST(TcpStore, ManyKeysMayHaveValuesOfAnySize) {
     std::string& value = expected[number];
     value.resize(size);
     for (size_t i = 0; i < size; ++i) value[i] = static_cast<char>(i * 7 + (i >> 8) + static_cast<size_t>(number));
-    store->set("size/" + std::to_string(number), value);
+    store->set("size/" + std::to_string(number), value, in_ms(kPatienceMs));
   }
   Values values;
   EXPECT_TRUE(store->get_all("size/", numbers, in_ms(kPatienceMs), into(&values)).empty());
@@ -220,7 +223,7 @@ TEST(TcpStore, ManyKeysThatKeepAppearingCanBeInterrupted) {
   std::atomic<bool> stopped{false};
   std::thread setter([&] {
     for (size_t number = 0; number + 1 < numbers.size() && !stopped; ++number)
-      other->set("k/" + std::to_string(number), "");
+      other->set("k/" + std::to_string(number), "", in_ms(kPatienceMs));
   });
   const Error error = error_of([&] {
     static_cast<void>(
@@ -240,7 +243,8 @@ TEST(TcpStore, ManyClientsMeetThroughOneServer) {
   for (int rank = 0; rank < kRanks; ++rank)
     ranks.emplace_back([&, rank] {
       const auto store = client_of(*server);
-      store->set("rank/" + std::to_string(rank), std::string(rank * 1000 + 1, static_cast<char>('a' + rank)));
+      store->set("rank/" + std::to_string(rank), std::string(rank * 1000 + 1, static_cast<char>('a' + rank)),
+                 in_ms(kPatienceMs));
       for (int peer = 0; peer < kRanks; ++peer)
         right += store->get("rank/" + std::to_string(peer), in_ms(kPatienceMs)) ==
                  std::string(peer * 1000 + 1, static_cast<char>('a' + peer));
@@ -254,12 +258,14 @@ TEST(TcpStore, CarriesTheLargestValueAndRefusesLarger) {
   const auto store = client_of(*server);
   std::string value(kMaxValue, '\0');
   for (size_t i = 0; i < value.size(); ++i) value[i] = static_cast<char>(i * 7 + (i >> 8));
-  store->set("big", value);
+  store->set("big", value, in_ms(kPatienceMs));
   EXPECT_TRUE(store->get("big", in_ms(kPatienceMs)) == value);
-  EXPECT_EQ(error_of([&] { store->set("bigger", value + "x"); }).kind(), ErrorKind::kInvalidArgument);
-  EXPECT_EQ(error_of([&] { store->set(std::string(kMaxKey + 1, 'k'), ""); }).kind(), ErrorKind::kInvalidArgument);
+  EXPECT_EQ(error_of([&] { store->set("bigger", value + "x", in_ms(kPatienceMs)); }).kind(),
+            ErrorKind::kInvalidArgument);
+  EXPECT_EQ(error_of([&] { store->set(std::string(kMaxKey + 1, 'k'), "", in_ms(kPatienceMs)); }).kind(),
+            ErrorKind::kInvalidArgument);
   EXPECT_EQ(error_of([&] { store->get("", in_ms(10)); }).kind(), ErrorKind::kInvalidArgument);
-  store->set(std::string(kMaxKey, 'k'), "long key");
+  store->set(std::string(kMaxKey, 'k'), "long key", in_ms(kPatienceMs));
   EXPECT_EQ(store->get(std::string(kMaxKey, 'k'), in_ms(kPatienceMs)), "long key");
 }
 
@@ -274,13 +280,13 @@ TEST(TcpStore, NamesResolveAndClientsWaitForTheServer) {
   const auto store =
       connect_store("localhost", port.number(), "secret", in_ms(kPatienceMs), [&] { return tried = true, false; });
   late.join();
-  store->set("k", "v");
+  store->set("k", "v", in_ms(kPatienceMs));
   EXPECT_EQ(store->get("k", in_ms(kPatienceMs)), "v");
 }
 
 TEST(TcpStore, ServesEveryInterfaceAndBothFamilies) {
   const auto server = StoreServer::listen("", 0, false, "secret");
-  connect_store("127.0.0.1", server->port(), "secret", in_ms(kPatienceMs))->set("k", "v");
+  connect_store("127.0.0.1", server->port(), "secret", in_ms(kPatienceMs))->set("k", "v", in_ms(kPatienceMs));
   SocketAddress loopback;
   parse_address("::1", 0, &loopback);
   if (!listen_on(loopback)) GTEST_SKIP() << "this host has no IPv6";
@@ -295,7 +301,7 @@ TEST(TcpStore, WrongSecretIsNamedAtOnce) {
   EXPECT_TRUE(contains(error, "secret")) << error.what();
   EXPECT_TRUE(contains(error, "127.0.0.1:" + std::to_string(server->port()))) << error.what();
   EXPECT_LT(now_ns() - begin, kPatienceMs / 2 * kMillisecond) << "it was tried again";
-  client_of(*server)->set("k", "v");
+  client_of(*server)->set("k", "v", in_ms(kPatienceMs));
 }
 
 // The client must not hand its keys to somebody who only listens on the port.
@@ -347,9 +353,36 @@ TEST(StoreServer, TakenPortIsNamedOrTheNextOneTaken) {
   const auto second = StoreServer::listen("127.0.0.1", first->port(), true, "secret");
   EXPECT_GT(second->port(), first->port());
   EXPECT_LE(second->port(), first->port() + 100);
-  client_of(*second)->set("k", "second");
-  client_of(*first)->set("k", "first");
+  client_of(*second)->set("k", "second", in_ms(kPatienceMs));
+  client_of(*first)->set("k", "first", in_ms(kPatienceMs));
   EXPECT_EQ(client_of(*second)->get("k", in_ms(kPatienceMs)), "second");
+}
+
+// As when its host hangs. No key is missing then.
+TEST(TcpStore, AServerThatDoesNotAnswerIsNamed) {
+  const StoppableServer server;
+  const auto store = server.client();
+  const auto set = [&] { store->set("k", "v", in_ms(250)); };
+  const auto look = [&] {
+    static_cast<void>(store->get_present("n/", {1}, in_ms(250), [](int, const std::string&) {}));
+  };
+  for (const std::function<void()>& call : std::vector<std::function<void()>>{set, look}) {
+    server.go_on();
+    store->set("a connection", "is idle", in_ms(kPatienceMs));
+    server.stop();
+    const Error error = error_of(call);
+    EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
+    EXPECT_TRUE(contains(
+        error, "the store server at 127.0.0.1:" + std::to_string(server.port()) + " did not answer in time, key '"))
+        << error.what();
+  }
+  server.go_on();
+  store->set("a connection", "is idle", in_ms(kPatienceMs));
+  server.stop();
+  int asked = 0;
+  const Error stopped = error_of([&] { store->set("k", "v", in_ms(kPatienceMs), [&] { return ++asked == 3; }); });
+  EXPECT_EQ(stopped.kind(), ErrorKind::kAborted);
+  EXPECT_EQ(asked, 3);
 }
 
 TEST(StoreServer, EndsAtOnceAndItsWaitersLearnOfIt) {
@@ -367,7 +400,7 @@ TEST(StoreServer, EndsAtOnceAndItsWaitersLearnOfIt) {
   server.reset();
   EXPECT_LT(now_ns() - begin, kPatienceMs / 2 * kMillisecond) << "it waits for its client";
   waiter.join();
-  EXPECT_EQ(error_of([&] { store->set("k", "v"); }).kind(), ErrorKind::kIo);
+  EXPECT_EQ(error_of([&] { store->set("k", "v", in_ms(kPatienceMs)); }).kind(), ErrorKind::kIo);
 }
 
 TEST(StoreServer, AnEmptySecretIsRefused) {
@@ -401,7 +434,7 @@ TEST(StoreServer, ForkedChildHoldsNoneOfIt) {
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
   ::close(ready[0]);
   ::close(ready[1]);
-  client_of(*server)->set("k", "v");
+  client_of(*server)->set("k", "v", in_ms(kPatienceMs));
   server.reset();
   EXPECT_NO_THROW(StoreServer::listen("127.0.0.1", port, false, "secret"));
   ::close(hold[1]);

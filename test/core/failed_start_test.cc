@@ -1,0 +1,153 @@
+// Starts that fail: what the rank that fails says, what the others are told, and that neither takes too long.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <functional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/little_endian.h"
+#include "bootstrap/store_protocol.h"
+#include "perseus/perseus.h"
+#include "store_support.h"
+
+namespace {
+
+using namespace perseus::store_protocol;
+
+// What happens to the calling thread, which is a rank.
+struct Events {
+  std::function<void(uint32_t op)> on_request;  // of the store, before it is sent
+  std::function<void(uint32_t op)> on_reply;    // when its first bytes are here
+  std::function<void()> on_connect;
+  uint32_t asked = 0;    // the last request's op
+  int64_t paused_s = 0;  // by which its clock is ahead
+};
+thread_local Events* events = nullptr;
+
+uint32_t op_of(const void* data, size_t size) {
+  return size < 4 + kRequestHeader ? 0 : perseus::get_u32(static_cast<const char*>(data) + 4);
+}
+
+template <class Function>
+Function* next(const char* name) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+}
+
+}  // namespace
+
+// The linker prefers these to libc's.
+extern "C" {
+
+int clock_gettime(clockid_t clock, timespec* time) noexcept {
+  const long result = syscall(SYS_clock_gettime, clock, time);
+  if (result == 0 && events != nullptr) time->tv_sec += events->paused_s;
+  return static_cast<int>(result);
+}
+int connect(int fd, const sockaddr* address, socklen_t size) {
+  if (events != nullptr && events->on_connect) events->on_connect();
+  return next<int(int, const sockaddr*, socklen_t)>("connect")(fd, address, size);
+}
+ssize_t send(int fd, const void* data, size_t size, int flags) {
+  if (events != nullptr) events->asked = op_of(data, size);
+  if (events != nullptr && events->on_request) events->on_request(events->asked);
+  return next<ssize_t(int, const void*, size_t, int)>("send")(fd, data, size, flags);
+}
+ssize_t recv(int fd, void* data, size_t size, int flags) {
+  const ssize_t received = next<ssize_t(int, void*, size_t, int)>("recv")(fd, data, size, flags);
+  if (events != nullptr && events->on_reply && received > 0) events->on_reply(events->asked);
+  return received;
+}
+
+}  // extern "C"
+
+namespace perseus {
+namespace {
+
+constexpr char kSecret[] = "secret";
+constexpr char kLongStart[] = "HOROVOD_START_TIMEOUT=200";
+
+struct Rank {
+  int rank, size, port;
+  std::vector<std::string> settings;
+  std::function<bool()> interrupted = [] { return false; };
+};
+
+// The context is destroyed where there is one; what came of it is perseus_error_message().
+perseus_code start(const Rank& rank) {
+  std::vector<const char*> overrides;
+  for (const std::string& text : rank.settings) overrides.push_back(text.c_str());
+  overrides.push_back(nullptr);
+  perseus_context_options o{};
+  o.struct_size = sizeof o;
+  o.rank = rank.rank;
+  o.size = rank.size;
+  o.store_host = "127.0.0.1";
+  o.store_port = rank.port;
+  o.secret = kSecret;
+  o.secret_size = sizeof kSecret - 1;
+  o.overrides = overrides.data();
+  o.interrupted = [](void* ask) -> int { return (*static_cast<std::function<bool()>*>(ask))(); };
+  std::function<bool()> interrupted = rank.interrupted;
+  o.interrupted_arg = &interrupted;
+  perseus_context* context = nullptr;
+  const perseus_code code = perseus_context_create(&o, &context);
+  perseus_context_destroy(context);
+  return code;
+}
+
+// The same on a thread of its own with what happens to it.
+perseus_code start(const Rank& rank, Events its, std::string* message) {
+  perseus_code code = PERSEUS_OK;
+  std::thread thread([&] {
+    events = &its;
+    code = start(rank);
+    *message = perseus_error_message();
+    events = nullptr;
+  });
+  thread.join();
+  return code;
+}
+
+void expect_part(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+// As where its host hangs.
+TEST(StoppedStore, EndsAStartLittleLaterThanItsDeadline) {
+  const StoppableServer server;
+  Events its;
+  its.on_reply = [](uint32_t op) {
+    if (op == kGetPresent) events->paused_s = 700;
+  };
+  bool stopped = false;
+  its.on_request = [&](uint32_t op) {
+    if (op == kSet && !std::exchange(stopped, true)) server.stop();
+  };
+  std::string message;
+  const int64_t begin = now_ns();
+  EXPECT_EQ(start({1, 2, server.port(), {"HOROVOD_START_TIMEOUT=600"}}, its, &message), PERSEUS_TIMEOUT) << message;
+  EXPECT_LT(now_ns() - begin, 45 * kSecond);
+  expect_part(message, "the store server at 127.0.0.1:" + std::to_string(server.port()) + " did not answer in time");
+}
+
+TEST(StoppedStore, DoesNotKeepAStartFromBeingInterrupted) {
+  const StoppableServer server;
+  Events its;
+  bool stopped = false;
+  its.on_request = [&](uint32_t op) {
+    if (op == kSet && !std::exchange(stopped, true)) server.stop();
+  };
+  std::string message;
+  const auto interrupted = [&] { return stopped; };
+  EXPECT_EQ(start({1, 2, server.port(), {kLongStart}, interrupted}, its, &message), PERSEUS_ABORTED) << message;
+}
+
+}  // namespace
+}  // namespace perseus
