@@ -221,6 +221,7 @@ void Context::exchange_entries(Store& store, const ContextOptions& options, int6
   const std::string ours =
       kEntry + world_.version + "\n" + host_identity() + "\n" + std::to_string(number) + "\n" + settings;
   store.set(entry_key(world_), ours, Store::answer_by(deadline), options.interrupted);
+  entered_ = true;
   std::vector<std::string> hosts(static_cast<size_t>(world_.size));
   const auto on_entry = [&](int rank, const std::string& entry) {
     hosts[rank] = read_entry(store, options, rank, entry, settings);
@@ -252,10 +253,11 @@ std::string Context::read_entry(Store& store, const ContextOptions& options, int
   return entry.substr(host, line - host);
 }
 
-// Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end
+// Every rank finds out by itself that the ranks do not fit, and need not be told. Rank 0 goes last: the store may end
 // with its process. In memory it ends with whoever leaves it last, and all wait: one that comes later would find an
 // empty one.
 void Context::refuse(Store& store, const ContextOptions& options, const std::string& why) {
+  gave_up_ = true;
   try {
     const std::string prefix = job_prefix() + "refused/";
     const int64_t deadline = now_ns() + Store::kAnswerTime;
@@ -308,15 +310,20 @@ void Context::give_up(Store& store, const Error& error) {
   std::string text = error.what();
   // It may have ended because another did, and seen it first.
   if (error.kind() == ErrorKind::kIo) text += reason_of_another(store, Store::kAnswerTime);
-  // A wrong setting is the same for all, and they say so themselves.
-  if (error.kind() != ErrorKind::kInvalidArgument) {
-    try {
-      abandon_start(store, world_, text, now_ns() + Store::kAnswerTime);
-    } catch (const Error&) {
-      // The server is gone, and the others know.
-    }
-  }
+  tell_others(store, text, error.kind() != ErrorKind::kInvalidArgument);
   fail(error.kind(), text);
+}
+
+// A setting may be wrong on this rank alone, or on all of them. Where its entry is there, those who have not read it
+// yet go on (`at_once` is false) and say of their own setting what is wrong; whoever waits for this rank then asks.
+void Context::tell_others(Store& store, const std::string& why, bool at_once) {
+  const int64_t deadline = now_ns() + Store::kAnswerTime;
+  try {
+    if (at_once || !entered_) abandon_start(store, world_, why, deadline);
+    else store.set(job_prefix() + kGaveUpWhy + std::to_string(world_.rank), why, deadline);
+  } catch (const Error&) {
+    // The server is gone, and the others know.
+  }
 }
 
 // Of the ranks that have given up this start, the one with the shortest reason knows best: the others repeat it.

@@ -58,6 +58,7 @@ class Context {
   std::string job_prefix() const;
   [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);
   [[noreturn]] void give_up(Store& store, const Error& error);
+  void tell_others(Store& store, const std::string& why, bool at_once);
   std::function<bool()> watching_others(const ContextOptions& options, int64_t deadline_ns);
   std::string reason_of_another(Store& store, int64_t patience_ns) const;
   [[noreturn]] void report_missing(Store& store, const ContextOptions& options, std::vector<int> missing,
@@ -84,7 +85,8 @@ class Context {
   bool homogeneous_ = true;
   std::shared_ptr<Store> store_;
   std::unique_ptr<Engine> engine_;
-  bool gave_up_ = false;        // this start
+  bool entered_ = false;        // our entry is in the store
+  bool gave_up_ = false;        // this start, and the others know or find out
   std::string ended_by_other_;  // why another rank has given up this start, if so
 };
 

@@ -71,6 +71,8 @@ namespace perseus {
 namespace {
 
 constexpr char kSecret[] = "secret";
+constexpr char kOverTcp[] = "PERSEUS_TRANSPORT=tcp", kLoopback[] = "PERSEUS_GLOO_NETWORK_INTERFACE=lo";
+constexpr char kWrongInterface[] = "PERSEUS_GLOO_NETWORK_INTERFACE=nope0";
 constexpr char kLongStart[] = "HOROVOD_START_TIMEOUT=200";
 
 struct Rank {
@@ -117,6 +119,49 @@ perseus_code start(const Rank& rank, Events its, std::string* message) {
 
 void expect_part(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+// What is wrong there is right on other hosts.
+class WrongOnOneRank : public testing::TestWithParam<const char*> {};
+
+TEST_P(WrongOnOneRank, IsToldToTheOthersAtOnce) {
+  const auto server = serve();
+  std::string why;
+  std::thread other([&] {
+    EXPECT_EQ(start({1, 2, server->port(), {kOverTcp, GetParam()}}), PERSEUS_INVALID_ARGUMENT);
+    why = perseus_error_message();
+  });
+  EXPECT_NE(start({0, 2, server->port(), {kOverTcp, kLoopback, kLongStart}}), PERSEUS_OK);
+  const std::string told = perseus_error_message();
+  other.join();
+  EXPECT_NE(why, "");
+  expect_part(told, "rank 1 has given up this start");
+  expect_part(told, why);
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, WrongOnOneRank,
+                         testing::Values(kWrongInterface, "PERSEUS_TUNER_REPLAY=/nonexistent/log"));
+
+// Whoever reads later that another rank's setting is wrong still says of its own what is to be changed.
+TEST(WrongOnAllRanks, IsSaidByEachOfItsOwn) {
+  const auto server = serve();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank)
+    ranks.emplace_back([&, rank] {
+      Events its;
+      // Rank 0 reads the entries only when rank 1 has ended.
+      its.on_request = [&, rank](uint32_t op) {
+        if (rank == 0 && op == kGetAll)
+          static_cast<void>(client_of(*server)->get("rank 1 has ended", in_ms(kPatienceMs)));
+      };
+      events = &its;
+      EXPECT_EQ(start({rank, 2, server->port(), {kOverTcp, kWrongInterface}}), PERSEUS_INVALID_ARGUMENT)
+          << perseus_error_message();
+      expect_part(perseus_error_message(), "PERSEUS_GLOO_NETWORK_INTERFACE names 'nope0'");
+      events = nullptr;
+      if (rank == 1) client_of(*server)->set("rank 1 has ended", "", in_ms(kPatienceMs));
+    });
+  for (std::thread& rank : ranks) rank.join();
 }
 
 // As where its host hangs.

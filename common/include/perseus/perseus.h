@@ -177,7 +177,7 @@ typedef struct perseus_context_options {
 } perseus_context_options;
 
 /* Blocks until all ranks are connected, or until the start timeout passes; the error names the missing ranks. Where the
- * store has stopped answering, it blocks some seconds longer. */
+ * store has stopped answering, it blocks some seconds longer. A rank that fails tells those that wait for it why. */
 PERSEUS_EXPORT perseus_code perseus_context_create(const perseus_context_options* options, perseus_context** context);
 /* The same for a process that knows nothing of its world. Rank, size and the way to the other ranks come from the
  * launcher: perseusrun, mpirun of Open MPI or MPICH, srun, or torchrun's variables. Without a launcher this is a world
