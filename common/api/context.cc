@@ -271,26 +271,34 @@ void Context::refuse(Store& store, const ContextOptions& options, const std::str
   fail(ErrorKind::kInvalidArgument, why);
 }
 
-// `missing` have not appeared in time. The store says which of them have appeared since, and that another is rank r,
-// too.
+// `missing` have not appeared in time as far as this rank knows, which may itself be late. The store says which of them
+// have appeared, and that another is rank r, too.
 void Context::report_missing(Store& store, const ContextOptions& options, std::vector<int> missing,
                              const std::string& ours) const {
   bool twice = false;
+  std::string trouble;
   const auto on_present = [&](int rank, const std::string& entry) {
     if (rank == world_.rank) twice = entry != ours;
   };
   try {
-    const std::vector<int> absent = store.get_present(job_prefix() + "rank/", ranks_from(0, world_.size),
-                                                      now_ns() + Store::kAnswerTime, on_present, options.interrupted);
-    if (!absent.empty()) missing = absent;
+    missing = store.get_present(job_prefix() + "rank/", ranks_from(0, world_.size), now_ns() + Store::kAnswerTime,
+                                on_present, options.interrupted);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::kAborted) throw;
+    // Without an answer this rank knows of nobody's entry, its own included.
+    missing.erase(std::remove(missing.begin(), missing.end(), world_.rank), missing.end());
+    trouble = std::string("; ") + error.what();
   }
   std::string names;
   for (size_t i = 0; i < std::min(missing.size(), kMostNamed); ++i)
     names += (i == 0 ? "" : ", ") + std::to_string(missing[i]);
-  std::string text = "[rendezvous] rank " + names + " of " + std::to_string(world_.size) + " did not appear within " +
-                     std::to_string(config_.integer(Var::kStartTimeout)) + " s (HOROVOD_START_TIMEOUT)";
+  const std::string size = std::to_string(world_.size);
+  const std::string limit = std::to_string(config_.integer(Var::kStartTimeout)) + " s (HOROVOD_START_TIMEOUT)";
+  std::string text = "[rendezvous] rank " + names + " of " + size + " did not appear within " + limit + trouble;
+  if (missing.empty())
+    text = "[rendezvous] all " + size + " ranks have appeared, but rank " + std::to_string(world_.rank) +
+           " learnt of it only after its " + limit +
+           ": raise that limit if they start far apart, or look for what has paused this rank";
   if (twice)
     text += "; another process says that it is rank " + std::to_string(world_.rank) +
             ", too: look at the variables that number the ranks";

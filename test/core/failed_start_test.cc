@@ -194,5 +194,42 @@ TEST(StoppedStore, DoesNotKeepAStartFromBeingInterrupted) {
   EXPECT_EQ(start({1, 2, server.port(), {kLongStart}, interrupted}, its, &message), PERSEUS_ABORTED) << message;
 }
 
+TEST(LateRank, DoesNotSayThatOthersAreMissing) {
+  const StoppableServer server;
+  server.client()->set("world/0/rank/1", "of a rank that is there", in_ms(kPatienceMs));
+  Events its;
+  its.on_reply = [](uint32_t op) {
+    if (op == kGetPresent) events->paused_s = 700;
+  };
+  its.on_request = [&](uint32_t op) {
+    // The store is a little slower than a rank can wait that has no time left, and very slow where keys may be missing.
+    if (op == kSet || op == kGetAll) server.stop();
+    if (op == kGetAll) events->on_connect = [&] { server.go_on(); };
+  };
+  const auto slow = [&] { return server.go_on(), false; };
+  std::string message;
+  EXPECT_EQ(start({0, 2, server.port(), {"HOROVOD_START_TIMEOUT=600"}, slow}, its, &message), PERSEUS_TIMEOUT)
+      << message;
+  EXPECT_EQ(message.find("did not appear"), std::string::npos) << message;
+  expect_part(message,
+              "[rendezvous] all 2 ranks have appeared, but rank 0 learnt of it only after its 600 s "
+              "(HOROVOD_START_TIMEOUT)");
+}
+
+TEST(LateRank, DoesNotCountItselfAmongThoseThatAreMissing) {
+  const StoppableServer server;
+  Events its;
+  its.on_reply = [](uint32_t op) {
+    if (op == kGetPresent) events->paused_s = 700;
+  };
+  its.on_request = [&](uint32_t op) {
+    if (op == kGetAll) server.stop();
+  };
+  std::string message;
+  EXPECT_EQ(start({0, 2, server.port(), {"HOROVOD_START_TIMEOUT=600"}}, its, &message), PERSEUS_TIMEOUT) << message;
+  expect_part(message, "[rendezvous] rank 1 of 2 did not appear within 600 s (HOROVOD_START_TIMEOUT); [rendezvous] ");
+  expect_part(message, "127.0.0.1:" + std::to_string(server.port()));
+}
+
 }  // namespace
 }  // namespace perseus
