@@ -7,6 +7,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <new>
 #include <numeric>
 #include <set>
 
@@ -193,6 +194,12 @@ Context::Context(const ContextOptions& options)
   } catch (const Error& error) {
     if (!gave_up_) give_up(*store_, error);
     throw;
+  } catch (const std::bad_alloc&) {
+    tell_others(*store_, "[context] out of memory", true);
+    throw;
+  } catch (const std::exception& error) {
+    tell_others(*store_, error.what(), true);
+    throw;
   }
 }
 
@@ -329,8 +336,8 @@ void Context::tell_others(Store& store, const std::string& why, bool at_once) {
   try {
     if (at_once || !entered_) abandon_start(store, world_, why, deadline);
     else store.set(job_prefix() + kGaveUpWhy + std::to_string(world_.rank), why, deadline);
-  } catch (const Error&) {
-    // The server is gone, and the others know.
+  } catch (const std::exception&) {
+    // The server is gone, and the others know; or there is no memory for telling them.
   }
 }
 

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <functional>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -229,6 +230,17 @@ TEST(LateRank, DoesNotCountItselfAmongThoseThatAreMissing) {
   EXPECT_EQ(start({0, 2, server.port(), {"HOROVOD_START_TIMEOUT=600"}}, its, &message), PERSEUS_TIMEOUT) << message;
   expect_part(message, "[rendezvous] rank 1 of 2 did not appear within 600 s (HOROVOD_START_TIMEOUT); [rendezvous] ");
   expect_part(message, "127.0.0.1:" + std::to_string(server.port()));
+}
+
+TEST(OutOfMemory, IsToldToTheOthers) {
+  const auto server = serve();
+  // While it waits for the others, which is its third request.
+  const auto fails = [&] { return server->requests() < 3 ? false : throw std::bad_alloc(); };
+  EXPECT_EQ(start({1, 2, server->port(), {}, fails}), PERSEUS_INTERNAL);
+  EXPECT_STREQ(perseus_error_message(), "[api] out of memory");
+  EXPECT_EQ(start({0, 2, server->port(), {kLongStart}}), PERSEUS_ABORTED);
+  EXPECT_STREQ(perseus_error_message(),
+               "[rendezvous] rank 1 has given up this start (world 0): [context] out of memory");
 }
 
 }  // namespace
