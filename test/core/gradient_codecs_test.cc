@@ -360,16 +360,16 @@ TEST(Inside, WhatACodecHeldBackComesAlongOnce) {
       all_media()[0], 2,
       [&](int rank, perseus_context* context) {
         const int64_t count = 50000;
-        const auto reduce = [&](perseus_codec codec) {
+        const auto reduce = [&](perseus_codec codec, double argument) {
           Floats x(50000);
           for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>((i * 7 + static_cast<size_t>(rank)) % 64);
           const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
-          const Outcome outcome = run(context, gradient_request("g", &tensor, Codec{"", codec, 0.1, 0, false}));
+          const Outcome outcome = run(context, gradient_request("g", &tensor, Codec{"", codec, argument, 0, false}));
           EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
           return x;
         };
-        const Floats sparse = reduce(PERSEUS_CODEC_TOP_K), all = reduce(PERSEUS_CODEC_INSIDE),
-                     own = reduce(PERSEUS_CODEC_INSIDE);
+        const Floats sparse = reduce(PERSEUS_CODEC_TOP_K, 0.1), all = reduce(PERSEUS_CODEC_INSIDE, 8),
+                     own = reduce(PERSEUS_CODEC_INSIDE, 0);
         for (size_t i = 0; i < own.size(); ++i) {
           const float mean = (static_cast<float>((i * 7) % 64) + static_cast<float>((i * 7 + 1) % 64)) / 2;
           ASSERT_EQ(sparse[i] + all[i], 2 * mean) << i;
