@@ -39,8 +39,9 @@ def main():
     lightning.seed_everything(42)
     numbers = torch.randn(1024, 16)
     data = TensorDataset(numbers, (numbers.sum(1) > 0).long())
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
-    hosts = int(os.environ.get("WORLD_SIZE", devices)) // devices
+    given = os.environ  # torchrun's or perseusrun's; else Lightning starts the ranks
+    devices = int(given.get("LOCAL_WORLD_SIZE") or given.get("PERSEUS_LOCAL_SIZE") or 2)
+    hosts = int(given.get("WORLD_SIZE") or given.get("PERSEUS_SIZE") or devices) // devices
     trainer = lightning.Trainer(
         accelerator="cpu", devices=devices, num_nodes=hosts, strategy="ddp", max_epochs=3,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -324,7 +324,10 @@ void Context::give_up(Store& store, const Error& error) {
          "[rendezvous] world " + std::to_string(world_.epoch) + " did not begin: " + error.what() + ended_by_other_);
   std::string text = error.what();
   // It may have ended because another did, and seen it first.
-  if (error.kind() == ErrorKind::kIo) text += reason_of_another(store, Store::kAnswerTime);
+  if (error.kind() == ErrorKind::kIo) {
+    const std::string other = reason_of_another(store, Store::kAnswerTime);
+    text += other.empty() ? ended_by_other_ : other;
+  }
   tell_others(store, text, error.kind() != ErrorKind::kInvalidArgument);
   fail(error.kind(), text);
 }

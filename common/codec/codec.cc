@@ -68,6 +68,7 @@ std::string codec_name(const CodecSpec& spec) {
   if (spec.kind == CodecKind::kTopK) text << " " << spec.ratio << (spec.half_values ? ", float16 values" : "");
   if (spec.kind == CodecKind::kLossless && spec.half_values) text << ", bfloat16 tensors";
   if (spec.kind == CodecKind::kRotate) text << " 1/" << spec.every;
+  if (spec.kind == CodecKind::kInside && spec.every > 1) text << ", with rotating averages of 1/" << spec.every;
   if (spec.kind == CodecKind::kRotate && spec.momentum != 1.0) text << ", momentum " << spec.momentum;
   if (spec.kind == CodecKind::kLowRank) text << " of rank " << spec.matrix_rank;
   return text.str();

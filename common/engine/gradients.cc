@@ -59,8 +59,7 @@ void Engine::warn_about_accuracy(const Submission& s, const CompressionTerms& te
   if (for_sgd ? !steps_otherwise(s) : !may_cost_accuracy(terms.codec)) return;
   if (warned_about_accuracy_.exchange(true) || world_.rank != 0 || topology_.of(ranks, 0).groups == 1) return;
   const bool inside = terms.codec.kind == CodecKind::kInside;
-  log_.warning("[codec] training with " +
-               (inside ? "rotating averages of 1/" + std::to_string(terms.codec.every) : codec_name(terms.codec)) +
+  log_.warning("[codec] training with " + std::string(inside ? "gradients averaged " : "") + codec_name(terms.codec) +
                " may end with a higher loss than with exact gradients" +
                (for_sgd ? ", unless the optimizer is SGD: see docs/accuracy.md" : ": see docs/accuracy.md"));
 }

@@ -348,7 +348,6 @@ void Engine::abort(const Error& cause, bool tell) {
   log_.debug(std::string("the world failed: ") + cause.what());
   end_everything();
   if (!tell) return;
-  if (mpi_) mpi_->leave_after_failure();
   flight_recorder_.write(cause.what(), log_);
 }
 

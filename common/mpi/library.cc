@@ -71,7 +71,7 @@ struct AtExit {
 };
 AtExit at_exit;
 
-// Whether all ranks have come to their ends, or to a failure, within seconds.
+// Whether failures end all ranks within seconds. Those that end well go on to MPI_Finalize, and are not waited for.
 bool all_leave() {
   Handle request = nullptr;
   if (at_exit.call.barrier(at_exit.world, &request) != kSuccess) return false;
@@ -99,7 +99,6 @@ void leave_unfinished() { may_finalize = false; }
 void leave_after_failure() { has_failed = true; }
 
 std::unique_ptr<Library> Library::open() {
-  has_failed = false;  // an earlier world; this one is a new beginning
   std::unique_ptr<Library> made(new Library);
   for (const std::string& path : candidates()) {
     // Its plug-ins look for its names among those of all libraries.

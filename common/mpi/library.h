@@ -42,8 +42,7 @@ struct Functions {
 
 // Requests have been given up: MPI_Finalize, which waits for them, is not called when the process ends.
 void leave_unfinished();
-// A failure ends this process, or its world: MPI_Finalize is called only if all ranks leave within seconds of each
-// other.
+// A failure ends this process: MPI_Finalize is called only if failures end all other ranks, too, within seconds.
 void leave_after_failure();
 
 class Library {

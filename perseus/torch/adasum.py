@@ -105,11 +105,10 @@ class AdasumOptimizer(torch.optim.Optimizer):
         yield
 
     @torch.no_grad()
-    def after_unscaling(self, found: Collection[torch.Tensor]) -> None:
+    def agree_on_overflow(self, found: Collection[torch.Tensor]) -> None:
         """Let a GradScaler leave out a step where gradients of any rank overflow.
 
-        The others would wait for that rank's step in vain. A fused optimizer leaves out its step by
-        itself, and contributes zeros.
+        The others would wait for that rank's step in vain.
         """
         process_set = self._reducer.plan.process_set
         if not process_set.included():

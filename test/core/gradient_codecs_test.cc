@@ -510,7 +510,7 @@ TEST(GradientSettings, ACodecThatMayCostAccuracyIsWarnedOf) {
     testing::internal::CaptureStderr();
     send(groups_of(inner), 1, PERSEUS_CODEC_INSIDE, PERSEUS_FLOAT32, {0}, 8);
     const std::string said = testing::internal::GetCapturedStderr();
-    const char* text = "rotating averages of 1/8 may end with a higher loss";
+    const char* text = "inside hosts only, with rotating averages of 1/8 may end with a higher loss";
     EXPECT_EQ(said.find(text) != std::string::npos, inner == 1) << said;
   }
   // As local steps ask for gradients, which cost nothing.

@@ -39,10 +39,29 @@ def test_a_script_trains_as_on_gloo(name, tmp_path, monkeypatch):
 def test_libraries_that_read_torchs_variables_early_find_their_ranks_under_perseusrun(name):
     """Without these, each rank would train by itself, or Lightning start ranks of its own."""
     pytest.importorskip(SCRIPTS[name][0])
-    output = run_script(("-m", "perseus.run", "-np", "2", sys.executable), EXAMPLES / name)
+    output = run_script(("-m", "perseus.run", "-np", "3", sys.executable), EXAMPLES / name)
     assert output.count("this script runs on Perseus") == 1
     assert output.count(EQUAL) == 1
     assert len(re.findall(r"backend perseus, loss [\d.]+", output)) == 1
+
+
+# Two hosts of one rank each, as far as variables tell.
+_HOSTS = """for prefix in PERSEUS HOROVOD; do
+    export ${prefix}_LOCAL_RANK=0 ${prefix}_LOCAL_SIZE=1
+    export ${prefix}_CROSS_RANK=$PERSEUS_RANK ${prefix}_CROSS_SIZE=2
+done
+exec "$@"
+"""
+
+
+def test_lightning_counts_the_ranks_of_several_hosts(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text(_HOSTS)
+    launcher = ("-m", "perseus.run", "-np", "2", "sh", str(hosts), sys.executable)
+    output = run_script(launcher, EXAMPLES / "lightning_ddp.py")
+    assert output.count(EQUAL) == 1
+    assert output.count("MEMBER: 2/2") == 1
 
 
 def _loss(output: str, backend: str) -> float:

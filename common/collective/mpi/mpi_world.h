@@ -19,8 +19,6 @@ class MpiWorld {
   MpiWorld(const World& world, int streams, int64_t deadline_ns, const std::function<bool()>& interrupted);
   ~MpiWorld();
 
-  // See mpi::leave_after_failure.
-  void leave_after_failure() const { mpi::leave_after_failure(); }
   // Each stream's once; the world outlives its groups.
   std::unique_ptr<Group> group(uint32_t stream) const PERSEUS_REQUIRES(progress_lock);
 

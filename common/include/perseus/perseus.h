@@ -221,8 +221,7 @@ PERSEUS_EXPORT perseus_code perseus_context_abort(perseus_context* context, cons
 /* Shuts the context down unless that was done, waits for its threads, and frees everything, handles included. */
 PERSEUS_EXPORT void perseus_context_destroy(perseus_context* context);
 /* An error is about to end this process. Only matters where Perseus has initialised MPI, whose end, when the process
- * exits, waits for all ranks: it waits no longer than 5 s then, so that a rank that hangs does not keep the others. A
- * context that fails has the same effect by itself, until the next one. */
+ * exits, waits for all ranks: it waits no longer than 5 s then, so that a rank that hangs does not keep the others. */
 PERSEUS_EXPORT void perseus_leave_after_failure(void);
 
 /* Non-zero in a process that was forked after the context was created; the context has no threads there. */

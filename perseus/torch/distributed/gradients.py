@@ -235,7 +235,9 @@ class Gradients:
         self, parameters: list[torch.Tensor], buffer: torch.Tensor, handles: list[int]
     ) -> None:
         submit = self._group.world.operations.submit
-        codec = SETTINGS if self._turns is None else INSIDE
+        codec, parts_of_parameters = SETTINGS, 0.0
+        if self._turns is not None:
+            codec, parts_of_parameters = INSIDE, float(self._turns.parts)
         if buffer.is_complex():  # newer versions of DDP hand over the parts of complex numbers
             buffer = torch.view_as_real(buffer).view(-1)
         shapes = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in parameters]
@@ -247,6 +249,7 @@ class Gradients:
             handles.append(
                 submit(Kind.ALLREDUCE, self._names[parameter], part, part, op=ReduceOp.Average,
                        gradient_of=self._number, codec=codec,
+                       codec_argument=parts_of_parameters,
                        learning_rate=self._steps.rate_of(parameter))
             )  # fmt: skip
 

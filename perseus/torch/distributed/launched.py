@@ -27,6 +27,7 @@ from perseus.run.bootstrap.torch_round import IDENTITY as _OF_TORCH
 from perseus.torch.session import ALLGATHER, describe, wrap
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_HOST = "GROUP_RANK"  # torchrun's name for the number of the host, by which Lightning counts ranks
 _TEXT_BYTES = 256
 _held: list[c10d.Store] = []  # rank 0's server, which torch's own store at this port shares
 
@@ -69,6 +70,7 @@ def fill_environment() -> None:
             os.environ.update(zip(_MASTER, (host, port), strict=True))
         own = (context.rank, context.size, context.local_rank, context.local_size)
         os.environ.update(zip(_OF_TORCH, map(str, own), strict=True))
+        os.environ.setdefault(_HOST, str(context.cross_rank))
     finally:
         context.shutdown()
         context.close()
@@ -167,6 +169,7 @@ def _fill_for_world() -> None:
     )
     own = (basics.rank(), basics.size(), basics.local_rank(), basics.local_size())
     _World.variables = dict(zip((*_MASTER, *_OF_TORCH), (host, port, *map(str, own)), strict=True))
+    _World.variables[_HOST] = str(basics.cross_rank())
     _World.excepthook = sys.excepthook
     os.environ.update(_World.variables)
 
