@@ -22,7 +22,7 @@ _DISTRIBUTED = "torch.distributed"
 _MAKER = "_new_process_group_helper"
 _HANDLERS = "_rendezvous_handlers"
 _OURS = "perseus.torch.distributed"
-_FILLS = "_fills_environment"  # of a constructor that has been replaced
+_REPLACED = "_is_of_perseus"  # of a function that has been replaced
 _OLDEST = (2, 13)
 
 
@@ -31,6 +31,7 @@ class _Script:
 
     is_for_ddp: bool | None = None  # None: not known before its first process group
     has_group = False
+    asked_for: ClassVar[dict[str, str]] = {}  # backends by those that have taken their places
 
 
 def watch() -> None:
@@ -124,6 +125,7 @@ def _redirecting(maker: Callable[..., Any]) -> Callable[..., Any]:
             if said and not _Script.has_group and given.arguments["group_rank"] == 0:
                 _say(said)
             _Script.has_group = True
+            _Script.asked_for.setdefault(backend, str(given.arguments["backend"]))
             given.arguments["backend"] = backend
         return maker(*given.args, **given.kwargs)
 
@@ -164,30 +166,81 @@ def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., It
     return rendezvous
 
 
+# ---- libraries that look for their ranks before they make a process group ----
+
+
+def _fill_environment() -> bool:
+    """Set torch's variables if that is for us to do. Return whether they are Perseus'."""
+    if not (_redirects() and _loads_backend()):
+        return False
+    filled: bool = import_module(f"{_OURS}.launched").fill_for_who_looks_early()
+    return filled
+
+
 def _fill_before(name: str, module: ModuleType) -> None:
     """Fill the environment whenever an object of this class is made, which reads it."""
     made: Any = getattr(module, name, None)
-    if made is None or getattr(made.__init__, _FILLS, False):
+    if made is None or getattr(made.__init__, _REPLACED, False):
         return
     initialize = made.__init__
 
     @wraps(initialize)
     def initialize_with_environment(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _redirects() and _loads_backend():
-            import_module(f"{_OURS}.launched").fill_for_who_looks_early()
+        _fill_environment()
         initialize(self, *args, **kwargs)
 
-    setattr(initialize_with_environment, _FILLS, True)
+    setattr(initialize_with_environment, _REPLACED, True)
     made.__init__ = initialize_with_environment
 
 
+def _follow_lightning(module: ModuleType) -> None:
+    """Let Lightning compare its devices and hosts with the ranks that there are, as with torchrun.
+
+    The environment that it takes otherwise believes that Lightning has started the ranks.
+    """
+    made: Any = getattr(module, "LightningEnvironment", None)
+    if made is None or getattr(made.__new__, _REPLACED, False):
+        return
+
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        if _fill_environment() and cls is made:
+            package = module.__name__.rpartition(".")[0]
+            return import_module(f"{package}.torchelastic").TorchElasticEnvironment()
+        return object.__new__(cls)
+
+    setattr(make, _REPLACED, True)
+    made.__new__ = make
+
+
+def _follow_ignite(module: ModuleType) -> None:
+    """Let ignite find its ranks, and the backend that it has asked for.
+
+    It wraps models in DistributedDataParallel only where it knows the backend.
+    """
+    _fill_before("_NativeDistModel", module)
+    made: Any = getattr(module, "_NativeDistModel", None)
+    if made is None or getattr(made.backend, _REPLACED, False):
+        return
+    find = made.backend
+
+    @wraps(find)
+    def find_asked(self: Any) -> Any:
+        found = find(self)
+        return _Script.asked_for.get(found, found)
+
+    setattr(find_asked, _REPLACED, True)
+    made.backend = find_asked
+
+
 _LIGHTNING = "plugins.environments.lightning"
-# Of accelerate, on which Hugging Face's Trainer stands, and of Lightning under its names.
+# Hugging Face's Trainer stands on accelerate. Lightning has two names.
 _FOLLOWED: dict[str, Callable[[ModuleType], None]] = {
     _DISTRIBUTED: _follow,
     "accelerate.state": partial(_fill_before, "PartialState"),
-    f"lightning.fabric.{_LIGHTNING}": partial(_fill_before, "LightningEnvironment"),
-    f"lightning_fabric.{_LIGHTNING}": partial(_fill_before, "LightningEnvironment"),
+    f"lightning.fabric.{_LIGHTNING}": _follow_lightning,
+    f"lightning_fabric.{_LIGHTNING}": _follow_lightning,
+    "ignite.distributed.comp_models.native": _follow_ignite,
 }
 
 

@@ -64,6 +64,53 @@ def test_lightning_counts_the_ranks_of_several_hosts(tmp_path):
     assert output.count("MEMBER: 2/2") == 1
 
 
+def test_lightning_refuses_more_devices_than_ranks(tmp_path):
+    """It would wait for the others for ever."""
+    pytest.importorskip("pytorch_lightning")
+    script = tmp_path / "train.py"
+    text = (EXAMPLES / "lightning_ddp.py").read_text()
+    script.write_text(text.replace("devices=devices", "devices=4"))
+    launcher = ("-m", "perseus.run", "-np", "2", sys.executable)
+    with started(launcher, script) as process:
+        output = process.stdout.read()
+        assert process.wait() != 0
+    assert "(4 * 1) does not match the world size (2)" in output
+
+
+_IGNITE = """
+import perseus
+import ignite.distributed as idist
+import torch
+
+
+def train(local_rank):
+    torch.manual_seed(42)
+    model = idist.auto_model(torch.nn.Linear(3, 1, bias=False))
+    data = torch.arange(3.0) + idist.get_rank()
+    model(data).sum().backward()
+    (gradient,) = [parameter.grad.tolist() for parameter in model.parameters()]
+    print(f"{idist.backend()} {idist.get_rank()} {local_rank} {gradient}\\n", end="", flush=True)
+    idist.new_group([0])
+    assert idist.backend() == "gloo"
+
+
+with idist.Parallel(backend="gloo") as parallel:
+    parallel.run(train)
+"""
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ("-m", "perseus.run", "-np", "2", sys.executable)])
+def test_ignite_finds_its_ranks_and_wraps_models(launcher, tmp_path):
+    """It knows gloo by name only, and sets variables for one rank where there are none."""
+    pytest.importorskip("ignite")
+    script = tmp_path / "train.py"
+    script.write_text(_IGNITE)
+    output = run_script(launcher, script)
+    assert output.count("this script runs on Perseus") == 1
+    for rank in range(2):
+        assert f"gloo {rank} {rank} [[0.5, 1.5, 2.5]]" in output
+
+
 def _loss(output: str, backend: str) -> float:
     (loss,) = re.findall(rf"^backend {backend}, loss ([\d.]+)$", output, re.MULTILINE)
     return float(loss)

@@ -29,6 +29,7 @@ from perseus.torch.session import ALLGATHER, describe, wrap
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _HOST = "GROUP_RANK"  # torchrun's name for the number of the host, by which Lightning counts ranks
 _TEXT_BYTES = 256
+_filled: list[bool] = []  # once the environment is ours, for the life of the process
 _held: list[c10d.Store] = []  # rank 0's server, which torch's own store at this port shares
 
 
@@ -71,6 +72,7 @@ def fill_environment() -> None:
         own = (context.rank, context.size, context.local_rank, context.local_size)
         os.environ.update(zip(_OF_TORCH, map(str, own), strict=True))
         os.environ.setdefault(_HOST, str(context.cross_rank))
+        _filled.append(True)
     finally:
         context.shutdown()
         context.close()
@@ -99,14 +101,15 @@ def lacks_what_a_launcher_knows() -> bool:
     return "RANK" not in os.environ and identify().launcher not in ("single", "torch")
 
 
-def fill_for_who_looks_early() -> None:
+def fill_for_who_looks_early() -> bool:
     """Set torch's variables for a library that reads them before it makes a process group.
 
     Without them it would train in every rank as if that were alone. Every rank calls it; a world of
-    one rank needs none.
+    one rank needs none. Returns whether the variables are from here.
     """
     if is_in_elastic_job() or (lacks_what_a_launcher_knows() and identify().size > 1):
         fill_environment()
+    return bool(_filled or _World.variables)
 
 
 def raise_if_ended() -> None:
