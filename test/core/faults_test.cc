@@ -138,7 +138,7 @@ std::vector<Ending> failed_start(const std::string& transport, const Fault& faul
 }
 
 // A rank that others wait for in vain says why, though they give up before it does.
-TEST(Patience, OfARankThatOthersGaveUpAreToldByIt) {
+TEST(FailedStart, OfARankThatOthersGaveUpIsExplainedByIt) {
   const std::vector<Ending> endings =
       failed_start("shm", refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways), {5, 30, 30});
   EXPECT_TRUE(says(endings[0], "no connection with rank 1 of this host in time")) << endings[0].message;
@@ -146,7 +146,7 @@ TEST(Patience, OfARankThatOthersGaveUpAreToldByIt) {
   EXPECT_TRUE(says(endings[1], " has given up this start: ")) << endings[1].message;
 }
 
-TEST(Patience, WithARankThatCannotWelcomeOthersIsExplainedByIt) {
+TEST(FailedStart, WithARankThatCannotWelcomeOthersIsExplainedByIt) {
   Fault fault = refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways);
   fault.rank = 0;
   const std::vector<Ending> endings = failed_start("shm", fault, {30, 5, 30});
@@ -156,7 +156,7 @@ TEST(Patience, WithARankThatCannotWelcomeOthersIsExplainedByIt) {
 }
 
 // Its caller's wish stays one, and the message still says why the start took so long.
-TEST(Patience, OfTheCallerOfARankThatWaitsForRoomEndsAsAnInterruption) {
+TEST(FailedStart, OfTheCallerOfARankThatWaitsForRoomEndsAsAnInterruption) {
   Fault fault = refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways);
   fault.interrupted_after = 20;
   const std::vector<Ending> endings = failed_start("shm", fault, {30, 30});
@@ -168,7 +168,7 @@ TEST(Patience, OfTheCallerOfARankThatWaitsForRoomEndsAsAnInterruption) {
 }
 
 // Of two ranks, it hears of the other one's end from the store; of three, it may see the third one end before that.
-TEST(Patience, WithARankThatReachesNobodyIsExplainedByIt) {
+TEST(FailedStart, WithARankThatReachesNobodyIsExplainedByIt) {
   for (const std::vector<int>& patience_s : std::vector<std::vector<int>>{{5, 30}, {5, 30, 30}}) {
     const std::vector<Ending> endings =
         failed_start("tcp", refused(Call::kConnectToRank, EHOSTUNREACH, kStartUp, kAlways), patience_s);
@@ -179,7 +179,7 @@ TEST(Patience, WithARankThatReachesNobodyIsExplainedByIt) {
   }
 }
 
-TEST(Patience, WithARankThatCannotAcceptIsExplainedToWhoeverWaitsForIt) {
+TEST(FailedStart, WithARankThatCannotAcceptIsExplainedToWhoeverWaitsForIt) {
   Fault fault = refused(Call::kAccept, EMFILE, kStartUp, kAlways);
   fault.rank = 0;
   for (const Ending& ending : failed_start("tcp", fault, {5, 30}))
