@@ -2,27 +2,27 @@
 
 Process groups that ask for gloo, nccl or no backend get the backend "perseus", and a script that
 mpirun, srun or perseusrun has started is given the variables of torch's launcher. Scripts that use
-another interface of Perseus, or import this backend by name, keep what they ask for. Libraries that
-read these variables before they make a process group get them then. This module waits for the
-script to import torch and such libraries. Belongs to the main thread.
+another interface of Perseus, or import this backend by name, keep what they ask for. This module
+waits for the script to import torch. Belongs to the main thread.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
 from typing import Any, ClassVar
+
+from perseus import ddp_libraries
 
 _DISTRIBUTED = "torch.distributed"
 # Where every process group is made, whichever name the script has imported. Not public in torch.
 _MAKER = "_new_process_group_helper"
 _HANDLERS = "_rendezvous_handlers"
 _OURS = "perseus.torch.distributed"
-_REPLACED = "_is_of_perseus"  # of a function that has been replaced
 _OLDEST = (2, 13)
 
 
@@ -166,9 +166,6 @@ def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., It
     return rendezvous
 
 
-# ---- libraries that look for their ranks before they make a process group ----
-
-
 def _fill_environment() -> bool:
     """Set torch's variables if that is for us to do. Return whether they are Perseus'."""
     if not (_redirects() and _loads_backend()):
@@ -177,70 +174,13 @@ def _fill_environment() -> bool:
     return filled
 
 
-def _fill_before(name: str, module: ModuleType) -> None:
-    """Fill the environment whenever an object of this class is made, which reads it."""
-    made: Any = getattr(module, name, None)
-    if made is None or getattr(made.__init__, _REPLACED, False):
-        return
-    initialize = made.__init__
-
-    @wraps(initialize)
-    def initialize_with_environment(self: Any, *args: Any, **kwargs: Any) -> None:
-        _fill_environment()
-        initialize(self, *args, **kwargs)
-
-    setattr(initialize_with_environment, _REPLACED, True)
-    made.__init__ = initialize_with_environment
+def _asked_for(backend: str) -> str:
+    return _Script.asked_for.get(backend, backend)
 
 
-def _follow_lightning(module: ModuleType) -> None:
-    """Let Lightning compare its devices and hosts with the ranks that there are, as with torchrun.
-
-    The environment that it takes otherwise believes that Lightning has started the ranks.
-    """
-    made: Any = getattr(module, "LightningEnvironment", None)
-    if made is None or getattr(made.__new__, _REPLACED, False):
-        return
-
-    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        if _fill_environment() and cls is made:
-            package = module.__name__.rpartition(".")[0]
-            return import_module(f"{package}.torchelastic").TorchElasticEnvironment()
-        return object.__new__(cls)
-
-    setattr(make, _REPLACED, True)
-    made.__new__ = make
-
-
-def _follow_ignite(module: ModuleType) -> None:
-    """Let ignite find its ranks, and the backend that it has asked for.
-
-    It wraps models in DistributedDataParallel only where it knows the backend.
-    """
-    _fill_before("_NativeDistModel", module)
-    made: Any = getattr(module, "_NativeDistModel", None)
-    if made is None or getattr(made.backend, _REPLACED, False):
-        return
-    find = made.backend
-
-    @wraps(find)
-    def find_asked(self: Any) -> Any:
-        found = find(self)
-        return _Script.asked_for.get(found, found)
-
-    setattr(find_asked, _REPLACED, True)
-    made.backend = find_asked
-
-
-_LIGHTNING = "plugins.environments.lightning"
-# Hugging Face's Trainer stands on accelerate. Lightning has two names.
 _FOLLOWED: dict[str, Callable[[ModuleType], None]] = {
     _DISTRIBUTED: _follow,
-    "accelerate.state": partial(_fill_before, "PartialState"),
-    f"lightning.fabric.{_LIGHTNING}": _follow_lightning,
-    f"lightning_fabric.{_LIGHTNING}": _follow_lightning,
-    "ignite.distributed.comp_models.native": _follow_ignite,
+    **ddp_libraries.followed(_fill_environment, _asked_for),
 }
 
 

@@ -137,22 +137,25 @@ std::vector<Ending> failed_start(const std::string& transport, const Fault& faul
   return endings;
 }
 
+// One rank gave up as it missed another one, which says what was in its way, and why the start has ended.
+void expect_explained(const Ending& gave_up, const char* missed, const Ending& missing, int error) {
+  EXPECT_TRUE(says(gave_up, missed)) << gave_up.message;
+  EXPECT_TRUE(says(missing, std::strerror(error))) << missing.message;
+  EXPECT_TRUE(says(missing, " has given up this start: ")) << missing.message;
+}
+
 // A rank that others wait for in vain says why, though they give up before it does.
 TEST(FailedStart, OfARankThatOthersGaveUpIsExplainedByIt) {
   const std::vector<Ending> endings =
       failed_start("shm", refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways), {5, 30, 30});
-  EXPECT_TRUE(says(endings[0], "no connection with rank 1 of this host in time")) << endings[0].message;
-  EXPECT_TRUE(says(endings[1], std::strerror(ETOOMANYREFS))) << endings[1].message;
-  EXPECT_TRUE(says(endings[1], " has given up this start: ")) << endings[1].message;
+  expect_explained(endings[0], "no connection with rank 1 of this host in time", endings[1], ETOOMANYREFS);
 }
 
 TEST(FailedStart, WithARankThatCannotWelcomeOthersIsExplainedByIt) {
   Fault fault = refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways);
   fault.rank = 0;
   const std::vector<Ending> endings = failed_start("shm", fault, {30, 5, 30});
-  EXPECT_TRUE(says(endings[1], "no connection with rank 0 of this host in time")) << endings[1].message;
-  EXPECT_TRUE(says(endings[0], std::strerror(ETOOMANYREFS))) << endings[0].message;
-  EXPECT_TRUE(says(endings[0], " has given up this start: ")) << endings[0].message;
+  expect_explained(endings[1], "no connection with rank 0 of this host in time", endings[0], ETOOMANYREFS);
 }
 
 // Its caller's wish stays one, and the message still says why the start took so long.
@@ -172,10 +175,8 @@ TEST(FailedStart, WithARankThatReachesNobodyIsExplainedByIt) {
   for (const std::vector<int>& patience_s : std::vector<std::vector<int>>{{5, 30}, {5, 30, 30}}) {
     const std::vector<Ending> endings =
         failed_start("tcp", refused(Call::kConnectToRank, EHOSTUNREACH, kStartUp, kAlways), patience_s);
-    EXPECT_TRUE(says(endings[0], "no connection with rank 1 in time")) << endings[0].message;
+    expect_explained(endings[0], "no connection with rank 1 in time", endings[1], EHOSTUNREACH);
     EXPECT_TRUE(says(endings[1], "; rank 0 at ")) << endings[1].message;
-    EXPECT_TRUE(says(endings[1], std::strerror(EHOSTUNREACH))) << endings[1].message;
-    EXPECT_TRUE(says(endings[1], " has given up this start: ")) << endings[1].message;
   }
 }
 
