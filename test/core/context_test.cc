@@ -77,9 +77,9 @@ TEST(Context, MissingRanksAreNamed) {
       threads.emplace_back([medium, rank] {
         perseus_context* context = nullptr;
         const std::string name = std::string("incomplete-") + medium.name;
-        EXPECT_EQ(create_context(medium, name, rank, 5, 0, {"HOROVOD_START_TIMEOUT=3"}, &context), PERSEUS_TIMEOUT);
+        EXPECT_EQ(create_context(medium, name, rank, 5, 0, {"HOROVOD_START_TIMEOUT=5"}, &context), PERSEUS_TIMEOUT);
         const std::string message = perseus_error_message();
-        EXPECT_NE(message.find("rank 1, 2, 4 of 5 did not appear within 3 s (HOROVOD_START_TIMEOUT)"),
+        EXPECT_NE(message.find("rank 1, 2, 4 of 5 did not appear within 5 s (HOROVOD_START_TIMEOUT)"),
                   std::string::npos)
             << message;
         EXPECT_EQ(context, nullptr);
@@ -94,9 +94,9 @@ TEST(Context, ARankThatIsThereTwiceIsSaid) {
   for (int i = 0; i < 2; ++i)
     threads.emplace_back([&] {
       perseus_context* context = nullptr;
-      EXPECT_EQ(create_context(all_media()[0], name, 0, 2, 0, {"HOROVOD_START_TIMEOUT=2"}, &context), PERSEUS_TIMEOUT);
+      EXPECT_EQ(create_context(all_media()[0], name, 0, 2, 0, {"HOROVOD_START_TIMEOUT=4"}, &context), PERSEUS_TIMEOUT);
       const std::string message = perseus_error_message();
-      EXPECT_NE(message.find("rank 1 of 2 did not appear within 2 s"), std::string::npos) << message;
+      EXPECT_NE(message.find("rank 1 of 2 did not appear within 4 s"), std::string::npos) << message;
       if (message.find("; another process says that it is rank 0, too") != std::string::npos) ++told;
     });
   for (std::thread& thread : threads) thread.join();

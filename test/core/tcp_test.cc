@@ -345,7 +345,7 @@ TEST(Tcp, MissingRankIsNamedByAll) {
     EXPECT_TRUE(contains(error, "rank 2 had not")) << error.what();
   });
   wait_for_address(store.get(), 1);
-  const Error error = error_of([&] { Rank(world_of(0, 3), *store, kLoopback, 2 * kSecond); });
+  const Error error = error_of([&] { Rank(world_of(0, 3), *store, kLoopback, 5 * kSecond); });
   one.join();
   EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
   EXPECT_TRUE(contains(error, "rank 2 in time")) << error.what();
@@ -448,13 +448,13 @@ TEST(Tcp, RankWithAnotherSecretIsNamed) {
     World world = world_of(1, 2);
     world.secret = "another";
     wait_for_address(store.get(), 0);
-    const Error error = error_of([&] { Rank(world, *store, kLoopback, kSecond); });
+    const Error error = error_of([&] { Rank(world, *store, kLoopback, 3 * kSecond); });
     EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
     EXPECT_TRUE(contains(error, "rank 0")) << error.what();
     EXPECT_TRUE(contains(error, "secret")) << error.what();
   });
   // Longer than the other: it has to be there to refuse it.
-  const Error error = error_of([&] { Rank(world_of(0, 2), *store, kLoopback, 3 * kSecond); });
+  const Error error = error_of([&] { Rank(world_of(0, 2), *store, kLoopback, 6 * kSecond); });
   one.join();
   EXPECT_TRUE(contains(error, "rank 1")) << error.what();
 }
