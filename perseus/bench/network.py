@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from perseus.run.bootstrap.addresses import interface_address, named_interfaces, source_address
+from perseus.run.bootstrap.addresses import named_interfaces, reachable_address, source_address
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +23,12 @@ _PIECE = 4 << 20  # bytes per system call
 
 
 def own_address() -> str:
-    """Return the IPv4 address at which other ranks reach this one."""
+    """Return the address at which other ranks reach this one: IPv4, else IPv6."""
     for name in ("PERSEUS_RENDEZVOUS_ADDR", "MASTER_ADDR"):
-        if (server := os.environ.get(name)) and (address := source_address(server)):
-            return address
+        for family in (socket.AF_INET, socket.AF_INET6):
+            server = os.environ.get(name)
+            if server and (address := source_address(server, family)):
+                return address
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -38,7 +40,7 @@ def own_addresses() -> list[str]:
 
     Without any, returns own_address() alone.
     """
-    return [interface_address(name) for name in named_interfaces()] or [own_address()]
+    return [reachable_address(name) for name in named_interfaces()] or [own_address()]
 
 
 class RawExchange:
@@ -101,7 +103,8 @@ class _Lane:
     def __init__(
         self, rank: int, size: int, share: Callable[[object], list[object]], address: str
     ) -> None:
-        with socket.create_server((address, 0)) as server:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as server:
             server.settimeout(_DEADLINE_SECONDS)
             places = share(server.getsockname()[:2])
             self._to: socket.socket

@@ -73,10 +73,11 @@ def sweep(session: Session) -> Iterator[Subject]:
 def _form_strategy(session: Session) -> Any:
     """Return a MultiWorkerMirroredStrategy with all ranks, which must be the first user of
     TensorFlow in the process. A collective."""
+    host = own_address()
     with socket.socket() as found:
         found.bind(("", 0))
-        address = f"{own_address()}:{found.getsockname()[1]}"
-        workers = session.share(address)
+        port = found.getsockname()[1]
+        workers = session.share(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     task = {"type": "worker", "index": session.rank}
     environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
     return tf.distribute.MultiWorkerMirroredStrategy()

@@ -8,8 +8,8 @@
     python -m perseus.bench.virtual_hosts clean
 
 Every host has links eth0, eth1, …, each to its own switch, with the address
-10.77.<link>.<host + 1>, an MTU of 1500 and a limited bandwidth. Everything consists of anonymous
-namespaces. Several sets of hosts may therefore exist at once, the machine's own network does not
+10.77.<link>.<host + 1> or fd77:<link>::<host + 1>, an MTU of 1500 and a limited bandwidth.
+Everything consists of anonymous namespaces. Several sets of hosts may therefore exist at once, the machine's own network does not
 change, and nothing outlives the owner, even if it is killed. Needs root. One thread per
 VirtualHosts.
 """
@@ -17,6 +17,7 @@ VirtualHosts.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import re
 import shutil
@@ -101,13 +102,19 @@ class VirtualHosts:
     """Hosts named host0, host1, … that exist between start() and close(), or within `with`."""
 
     def __init__(
-        self, count: int = 2, rate: str | None = None, links: int = 1, ssh: bool = True
+        self,
+        count: int = 2,
+        rate: str | None = None,
+        links: int = 1,
+        ssh: bool = True,
+        ipv6: bool = False,
     ) -> None:
         """Check the arguments; start() creates the hosts.
 
         rate: the bandwidth of each link in each direction, such as "1gbit" or "100mbit"; None does
             not limit it.
         ssh: whether to run an sshd on each host.
+        ipv6: whether links have IPv6 addresses instead of IPv4 addresses.
 
         Raises ValueError for a wrong rate, and unless there are 1..200 hosts and 1..8 links.
         """
@@ -117,6 +124,7 @@ class VirtualHosts:
         self.links = links
         self._rate = None if rate is None else bits_per_second(rate)
         self._ssh = ssh
+        self._ipv6 = ipv6
         self._directory = Path()
         self._holders: list[subprocess.Popen[str]] = []  # the switch, then the hosts
         self._pids: list[int] = []
@@ -183,7 +191,9 @@ class VirtualHosts:
         return self._directory / "ssh_config"
 
     def address(self, host: int, link: int = 0) -> str:
-        """Return the IPv4 address of a host's link."""
+        """Return the address of a host's link."""
+        if self._ipv6:  # in the form that ssh looks up
+            return str(ipaddress.IPv6Address(f"fd77:{link}::{host + 1:x}"))
         return f"10.77.{link}.{host + 1}"
 
     def environment(self) -> dict[str, str]:
@@ -287,10 +297,12 @@ class VirtualHosts:
                 switch.append(f"link add {port} mtu 1500 type veth {peer}")
                 switch.append(f"link set {port} master br{link} up")
         self._in_network(0, ["ip", "-batch", "-"], "\n".join(switch))
+        # Nobody else has the address: there is no need to wait until that is known.
+        width = "64 nodad" if self._ipv6 else "24"
         for host in range(self.count):
             lines = []
             for link in range(self.links):
-                lines.append(f"address add {self.address(host, link)}/24 dev eth{link}")
+                lines.append(f"address add {self.address(host, link)}/{width} dev eth{link}")
                 lines.append(f"link set eth{link} mtu 1500 up")
             self._in_network(host + 1, ["ip", "-batch", "-"], "\n".join(lines))
         if self._rate is not None:
