@@ -30,6 +30,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if reason := plots.unavailable():
             raise ValueError(reason)
         traces = read_all(given.traces)
+        _check_is_no_trace(given.output, given.traces)
         given.output.write_text(make_page(traces), encoding="utf-8")
     except (ValueError, OSError) as error:
         log(f"perseus-report: error: {error}")
@@ -38,6 +39,15 @@ def _run(arguments: Sequence[str] | None) -> int:
         log(f"perseus-report: {warning}")
     show(f"wrote {given.output}")
     return 0
+
+
+def _check_is_no_trace(output: Path, traces: Sequence[Path]) -> None:
+    """Refuse to write over a recording: a shell takes the first file of `-o trace*.json` for -o."""
+    if output.is_file():
+        with output.open("rb") as file:
+            is_trace = file.read(1) == b"["
+        if is_trace or any(output.samefile(trace) for trace in traces):
+            raise ValueError(f"-o {output} is a trace, which the page would replace: name another")
 
 
 def _parser() -> argparse.ArgumentParser:

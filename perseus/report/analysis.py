@@ -16,6 +16,8 @@ Interval = tuple[float, float]
 # Seconds: ranks that submit an operation within this time count as simultaneous.
 TOGETHER = 50e-6
 
+_RESOLUTION = 1e-6  # of times in a timeline, in seconds: what takes no time took less
+
 
 # ---- intervals ----
 
@@ -126,7 +128,7 @@ def bus_bytes(bucket: Bucket) -> float:
 
 def bandwidth(buckets: Sequence[Bucket], begin: float, end: float, bins: int) -> list[float]:
     """Return the mean bus bandwidth, in bytes per second, of `bins` equal parts of begin..end."""
-    width = (end - begin) / bins
+    width = max(end - begin, _RESOLUTION) / bins
     moved = [0.0] * bins
     for bucket in buckets:
         first = max(0, min(bins - 1, int((bucket.begin - begin) / width)))

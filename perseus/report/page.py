@@ -147,7 +147,7 @@ def _tensors(traces: Sequence[Trace]) -> str:
     )
     picture = _section("Slowest tensors", text, lambda: plots.slowest_tensors(found, len(traces)))
     rows = "\n".join(
-        f"<tr><td>{html.escape(t.name)}</td><td>{t.kind}</td><td>{t.bytes}</td><td>{t.count}</td>"
+        f"<tr><td>{html.escape(t.name)}</td><td>{html.escape(t.kind)}</td><td>{t.bytes}</td><td>{t.count}</td>"
         f"<td>{1e3 * t.negotiating / t.count:.3f}</td><td>{1e3 * t.queued / t.count:.3f}</td>"
         f"<td>{1e3 * t.moving / t.count:.3f}</td></tr>"
         for t in found

@@ -6,6 +6,7 @@ Times are seconds since the epoch by the clock of the rank that wrote them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,10 @@ class _Reader:
             self._trace.dropped += int(event["args"]["count"])
         elif event["ph"] == "X":
             begin = (self._zero_us + float(event["ts"])) / 1e6
-            self._take_span(event, begin, begin + max(0.0, float(event["dur"])) / 1e6)
+            end = begin + max(0.0, float(event["dur"])) / 1e6
+            if not math.isfinite(end):
+                raise ValueError("no finite time")
+            self._take_span(event, begin, end)
 
     def _take_span(self, event: dict[str, Any], begin: float, end: float) -> None:
         row, name, facts = event["pid"], event["name"], event["args"]

@@ -281,6 +281,40 @@ def test_mistakes_are_one_line(
         assert len(said.splitlines()) == 1
 
 
+def test_a_recording_is_not_written_over(
+    pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`-o trace*.json`, and a link to what is read."""
+    pytest.importorskip("matplotlib")
+    link = tmp_path / "page.html"
+    link.symlink_to(pair[1])
+    for output, read in ((pair[0], pair[1]), (link, pair[1])):
+        before = output.read_bytes()
+        assert main(["-o", str(output), str(read)]) == 2
+        assert f"-o {output} is a trace" in capsys.readouterr().err
+        assert output.read_bytes() == before
+    page = tmp_path / "older page.html"
+    for _ in range(2):
+        assert main(["-o", str(page), *map(str, pair)]) == 0
+
+
+def test_times_that_no_recording_has_are_refused_or_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    endless, at_once = Writer(0, 1), Writer(0, 1)
+    endless.operation("a", (1.0, 2.0, 3.0, float("9e307")))
+    path = endless.write(tmp_path / "endless.json")
+    path.write_text(path.read_text().replace("9e+307", "1e400"))
+    assert main([str(path), "-o", str(tmp_path / "page.html")]) == 2
+    assert f"{path} is not a timeline of Perseus" in capsys.readouterr().err
+    at_once.operation("a", (5.0, 5.0, 5.0, 5.0), kind="<i>")
+    path = at_once.write(tmp_path / "at_once.json")
+    assert main([str(path), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<td>&lt;i&gt;</td>" in page and "<i>" not in page
+
+
 def test_without_matplotlib_it_says_what_to_install(
     pair: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
