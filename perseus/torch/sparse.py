@@ -88,15 +88,12 @@ def start_sparse_allreduce(
     names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
     if not values.is_floating_point():  # a user's own compression may change them
         gradient_of = 0
-    handles = (
-        allgather_async(header_and_indices(own), names[0], process_set),
-        session.submit(
-            ALLGATHER, names[1], values.contiguous(), group=process_set.process_set_id,
-            gradient_of=gradient_of,
-        ),
+    # The values first: only they may have a dtype that is refused, and then nothing has begun.
+    in_values = session.submit(
+        ALLGATHER, names[1], values.contiguous(), group=process_set.process_set_id,
+        gradient_of=gradient_of,
     )  # fmt: skip
-
-    wait = _both(handles)
+    wait = _both((allgather_async(header_and_indices(own), names[0], process_set), in_values))
 
     @untraced
     def finish() -> torch.Tensor | None:

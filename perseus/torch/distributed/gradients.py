@@ -219,10 +219,10 @@ class Gradients:
         operations, size = self._group.world.operations, self._group.world.size
         # The NaN check takes real numbers.
         number = self._number if values.is_floating_point() else 0
-        handles = [
-            operations.submit(Kind.ALLGATHER, f"{name}.indices", header_and_indices(own)),
-            operations.submit(Kind.ALLGATHER, f"{name}.values", values, gradient_of=number),
-        ]
+        # The values first: only they may have a dtype that is refused, and then nothing has begun.
+        in_values = operations.submit(Kind.ALLGATHER, f"{name}.values", values, gradient_of=number)
+        indices = operations.submit(Kind.ALLGATHER, f"{name}.indices", header_and_indices(own))
+        handles = [indices, in_values]
 
         def wait() -> None:
             described, gathered = self._await(handles)

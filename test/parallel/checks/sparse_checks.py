@@ -96,6 +96,16 @@ def check_arguments_that_do_not_fit() -> None:
     hvd.barrier()
 
 
+def check_a_dtype_that_is_refused_leaves_nothing_begun() -> None:
+    ranks = [_sparse(r) for r in range(hvd.size())]
+    if hvd.rank() == 0:
+        imaginary = ranks[0].to(torch.complex64)
+        text = raised(ValueError, lambda: hvd.sparse_allreduce_async(imaginary, "again", hvd.Sum))
+        assert "complex64" in text
+    result = hvd.sparse_allreduce_async(ranks[hvd.rank()], "again", hvd.Sum)()
+    assert_same(result.to_dense(), _dense_sum(ranks))
+
+
 def check_sizes_that_differ_are_a_mismatch_on_every_rank() -> None:
     size = ROWS if hvd.rank() == 0 else ROWS + 1
     odd = torch.sparse_coo_tensor(
