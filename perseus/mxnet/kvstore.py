@@ -210,6 +210,11 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             if array.stype != "row_sparse":
                 raise ValueError(f"[kvstore] row_sparse_pull of {each!r}: out is not row-sparse")
             wanted = np.unique(rows.asnumpy()).astype(np.int64)
+            if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < held.shape[0]:
+                raise ValueError(
+                    f"[kvstore] row_sparse_pull of {each!r}: the value has rows 0 to "
+                    f"{held.shape[0] - 1}, row_ids are from {wanted[0]} to {wanted[-1]}"
+                )
             self._step.give(each, partial(sparse.copy_rows, held, wanted, array))
 
     # ---- updates

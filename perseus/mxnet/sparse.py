@@ -11,8 +11,6 @@ import numpy as np
 from perseus.mxnet import ops
 from perseus.process_sets import ProcessSet, global_process_set
 
-_HEADER = -1  # an index before a rank's rows: MXNet has no empty arrays to send
-
 
 def sum_rows(
     arrays: Sequence[Any],
@@ -29,12 +27,13 @@ def sum_rows(
         is on the CPU. Rows are added in the order of ranks, float16 ones in float32.
     gradient_of: see basics.new_gradients. Values travel in full precision.
 
-    Blocks. Raises MXNetError if ranks disagree about the shape of a row, or if
+    Blocks. Raises MXNetError if ranks disagree about the shape, or if
     PERSEUS_ACCUMULATE_N_STEPS is set.
     """
     first = arrays[0]
     rows = [array.indices.asnumpy().astype(np.int64) for array in arrays]
-    indices = np.concatenate([[_HEADER], *rows])
+    # A row before a rank's own, since MXNet has no empty arrays to send; its index tells the shape.
+    indices = np.concatenate([[-first.shape[0] - 1], *rows])
     header = np.zeros((1, *first.shape[1:]), first.dtype)
     parts = [array.data.asnumpy() for array in arrays]
     values = np.concatenate([header, *(part for part in parts if len(part))])
@@ -48,7 +47,13 @@ def sum_rows(
         return joined.asnumpy()
 
     all_values = gathered(values, "values", gradient_of)
-    return _summed(gathered(indices, "indices", 0), all_values, first)
+    all_indices = gathered(indices, "indices", 0)
+    lengths = sorted({int(-index) - 1 for index in all_indices if index < 0})
+    if len(lengths) > 1:
+        raise mx.base.MXNetError(
+            f"[perseus] {name}: ranks have row-sparse arrays of {lengths[0]} and {lengths[-1]} rows"
+        )
+    return _summed(all_indices, all_values, first)
 
 
 def _summed(indices: Any, values: Any, like: Any) -> Any:

@@ -399,6 +399,15 @@ def check_what_is_wrong_is_said() -> None:
         (lambda: kv.row_sparse_pull("v", x, row_ids=x), ("'v'", "call init")),
         (lambda: kv.row_sparse_pull("w", x, row_ids=x), ("'w'", "not row-sparse")),
         (lambda: kv.row_sparse_pull("w", x), ("row_ids",)),
+        *(
+            (
+                lambda numbers=numbers: kv.row_sparse_pull(
+                    "w", x.tostype("row_sparse"), row_ids=mx.nd.array(numbers, dtype="int64")
+                ),
+                (f"from {min(numbers)} to {max(numbers)}", f"rows 0 to {SHAPE[0] - 1}"),
+            )
+            for numbers in ([0, SHAPE[0]], [1, -1])
+        ),
         (lambda: kv.row_sparse_pull(["w", "w"], [x, x], row_ids=x), ("row_ids, got NDArray",)),
         (lambda: kv.row_sparse_pull(["w"], [x], row_ids=[x, x]), ("1 keys", "row_ids, got 2")),
         (lambda: kv.push("w", mine((3,))), ("(3,)", "(5, 7)")),

@@ -332,6 +332,13 @@ def check_sparse_sums_are_on_the_cpu_whatever_the_present_device() -> None:
             assert_equal(out.data, np.broadcast_to(expected, (1, WIDTH)))
 
 
+def check_sparse_arrays_of_different_lengths_are_refused() -> None:
+    rows = WORDS + (hvd.rank() == 1)
+    given = mx.nd.sparse.zeros("row_sparse", (rows, WIDTH))
+    text = raised(mx.base.MXNetError, lambda: sum_rows([given], "uneven", 0, 0))
+    assert f"uneven: ranks have row-sparse arrays of {WORDS} and {WORDS + 1} rows" in text
+
+
 def check_rows_of_a_sparse_weight() -> None:
     """With an optimizer: only rows that some rank has a gradient for change."""
     kv = hvd.create()
