@@ -53,6 +53,7 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     Raises ImportError if the library is missing or TensorFlow cannot load it.
     """
     tensorflow, version = _import_tensorflow()
+    from tensorflow.python.autograph.core import config as autograph
     from tensorflow.python.framework import auto_control_deps as order
 
     if not _LIBRARY.exists():
@@ -61,6 +62,9 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     # default it would also run stateful ops one after the other, but ranks match them by name, so
     # they may run in any order.
     order.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= frozenset(OPS)
+    # In a tf.function, AutoGraph would rewrite all of this package that the script calls, which takes
+    # seconds and warns of syntax that it does not know. Nothing here depends on a tensor's value.
+    autograph.CONVERSION_RULES += (autograph.DoNotConvert("perseus"),)
     try:
         functions = tensorflow.load_op_library(str(_LIBRARY))
     except (tensorflow.errors.OpError, RuntimeError) as error:

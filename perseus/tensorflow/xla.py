@@ -138,8 +138,6 @@ def _warn_of_perf_check() -> None:
 
 
 def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
-    from tensorflow import autograph
-
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         compiled = within()
@@ -158,7 +156,7 @@ def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
             _warn_of_perf_check()
         return function(*args, **kwargs)
 
-    return autograph.experimental.do_not_convert(make)
+    return make
 
 
 def guarded(functions: Any, built: bool) -> SimpleNamespace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from functools import partial
 
@@ -52,6 +54,32 @@ def check_training_equals_one_rank_on_the_global_batch() -> None:
             for left, right in zip(mine, reference, strict=True):
                 np.testing.assert_allclose(left.numpy(), right.numpy(), rtol=2e-5, atol=2e-6)
             assert_equal_on_all_ranks(mine)
+
+
+def check_autograph_leaves_this_package_as_it_is() -> None:
+    """It would take seconds, and warns of syntax that it does not know."""
+    variable = tf.Variable([1.0, 2.0])
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable**2) * (hvd.rank() + 1)
+        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [variable])
+        return gradient, hvd.allreduce(loss, op=hvd.Sum), hvd.allgather(loss[tf.newaxis])
+
+    told = io.StringIO()
+    tf.autograph.set_verbosity(1, alsologtostdout=True)
+    try:
+        with contextlib.redirect_stdout(told):
+            gradient, total, losses = tf.function(step)()
+    finally:
+        tf.autograph.set_verbosity(0, alsologtostdout=False)
+    ranks = np.arange(1.0, hvd.size() + 1)
+    np.testing.assert_array_equal(gradient, 2 * np.array([1.0, 2.0]) * ranks.mean())
+    np.testing.assert_array_equal(total, 5 * ranks.sum())
+    np.testing.assert_array_equal(losses, 5 * ranks)
+    rewritten = [line for line in told.getvalue().splitlines() if "is not cached" in line]
+    assert any("step" in line for line in rewritten), told.getvalue()
+    assert not [line for line in rewritten if "perseus" in line], rewritten
 
 
 def check_each_reduction() -> None:
