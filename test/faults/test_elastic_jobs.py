@@ -293,6 +293,18 @@ def test_too_few_slots_for_too_long_end_the_job(tmp_path: Path) -> None:
     assert "1 slots can be used after 1 s (--elastic-timeout), instead of 2" in job.output
 
 
+def test_slots_that_fail_and_return_for_ever_end_the_job_before_its_first_world() -> None:
+    command = [sys.executable, "-m", "perseus.run", "-np", "2", "--min-np", "1"]
+    command += ["--blacklist-cooldown-range", "1", "1", "--elastic-timeout", "2"]
+    done = subprocess.run(
+        [*command, "sh", "-c", "exit 3"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3, done.stderr
+    limit = "2 s after the first failure (--elastic-timeout), instead of 2"
+    assert f"0 ranks asked to join and 0 slots can be used {limit}" in done.stderr
+    assert "was the first to fail, with exit code 3" in done.stderr
+
+
 def test_rank_0_is_one_that_has_the_state(tmp_path: Path) -> None:
     """Of two ranks that are left, the one on the first host has joined, but has no state yet."""
     flags = ["-H", "localhost:2,127.0.0.1:1", "-np", 3, "--min-np", 2]

@@ -645,3 +645,168 @@ def test_host_on_which_no_agent_starts_leaves_no_output_open(
     launcher._start_at("a", [("a", 1), ("a", 2)], Cohort(0.0))
     assert launcher._streams == {}
     assert launcher._slots.usable(time.monotonic()) == [("a", 0)]
+
+
+# ---- slots that fail and return, while too few ranks are there for a world ----
+
+
+class Start(Change):
+    """A job that starts with two ranks, on hosts whose failed slots rest for 1 s."""
+
+    def __init__(
+        self, launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch, *, slots: int = 2
+    ) -> None:
+        super().__init__(launcher, monkeypatch)
+        launcher._elasticity = replace(launcher._elasticity, start=2, least=2, timeout=8.0)
+        launcher._job = replace(launcher._job, start_timeout=5)
+        launcher._epoch, launcher._state_exists, launcher._started = -1, False, 0
+        launcher._processes, launcher._world = {}, []
+        self.hosts = [Host("a", slots)]
+        self.step()
+
+    def fail_at(self, *indices: int, after: float, until: float) -> None:
+        """Whatever starts in these slots fails so soon. until: a time, if the job does not end."""
+        born: dict[int, float] = {}
+        while self.now < until and not self.launcher._ending:
+            for number, each in list(self.launcher._processes.items()):
+                age = self.now - born.setdefault(number, self.now)
+                if each.place[1] in indices and age >= after:
+                    self.end(number)
+            self.wait(0.25)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.25, 0.75, 2.5])
+@pytest.mark.parametrize("asks", [False, True])
+def test_slots_that_fail_and_return_for_ever_end_the_job_before_its_first_world(
+    launcher: driver.ElasticLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    asks: bool,
+    after: float,
+) -> None:
+    """asks: whether the rank in the other slot waits for a world; else it fails as well."""
+    start = Start(launcher, monkeypatch)
+    if asks:
+        start.ask(0)
+    start.fail_at(*([1] if asks else [0, 1]), after=after, until=1100.0)
+    assert launcher._ending and launcher.first_failure == (int(asks), 3)
+    # At that time, or when those fail again that have started before it.
+    assert after + 8.0 <= start.now - 1000.0 <= after + 8.25 + after
+    waiting = "1 ranks asked to join and 1" if asks else "0 ranks asked to join and 0"
+    limit = "8 s after the first failure (--elastic-timeout), instead of 2"
+    assert f"the job ends: {waiting} slots can be used {limit}" in capfd.readouterr().err
+
+
+def test_slots_that_never_fail_all_at_once_end_the_job_before_its_first_world(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are always as many as it needs, and nobody asks."""
+    start = Start(launcher, monkeypatch, slots=4)
+    for second in range(100):
+        if launcher._ending:
+            break
+        assert len(launcher._wanted(start.now)) == 4
+        for number in sorted(launcher._processes)[: 2 if second % 2 else 1]:
+            start.end(number)
+        start.wait(1.0)
+    assert 1008.0 <= start.now <= 1012.0
+
+
+def test_ranks_that_start_slowly_after_a_failure_are_not_given_up(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Start(launcher, monkeypatch)
+    start.end(1)
+    start.wait(1.0)
+    start.wait(60.0)
+    start.ask(2)
+    assert start.world() == [] and not launcher._ending
+    start.wait(4.75)
+    start.ask(0)
+    assert sorted(start.world()) == [0, 2]
+    # The next wait has a limit of its own, even if nothing was to do meanwhile.
+    vars(launcher)["_server"] = SimpleNamespace(abandon=lambda *_: None, close=lambda: None)
+    launcher._rank_exited(launcher._processes[2].host, 2, 3)
+    start.ask(0)
+    start.wait(7.75)
+    assert not launcher._ending
+    start.wait(0.25)
+    assert launcher._ending
+
+
+def test_a_host_that_comes_long_after_the_first_failure_is_not_given_up(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Start(launcher, monkeypatch)
+    start.end(1)
+    start.wait(1.0)
+    start.wait(20.0)
+    start.come(b=1)
+    start.end(2)
+    start.wait(20.0)
+    assert not launcher._ending
+    start.ask(3)
+    start.ask(0)
+    assert start.world() == []  # as another one loads
+    start.end(4)
+    assert sorted(start.world()) == [0, 3] and not launcher._ending
+
+
+def test_an_extra_slot_that_fails_for_ever_does_not_end_a_job_that_has_enough(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Start(launcher, monkeypatch, slots=3)
+    start.fail_at(2, after=0.5, until=1060.0)
+    start.ask(0)
+    start.fail_at(2, after=0.5, until=1062.0)
+    assert start.world() == [] and not launcher._ending
+    start.ask(1)
+    start.fail_at(2, after=0.5, until=1064.0)
+    assert start.world() == [0, 1] and not launcher._ending
+
+
+def test_a_rank_that_asks_in_a_slot_that_has_failed_is_not_given_up(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it has been started when no more slots would be tried."""
+    start = Start(launcher, monkeypatch, slots=3)
+    start.fail_at(2, after=0.5, until=1020.0)
+    newest = max(launcher._processes)
+    start.ask(newest)
+    start.end(1)
+    assert not launcher._ending
+    start.ask(0)
+    assert sorted(start.world()) == [0, newest]
+
+
+def test_a_survivor_does_not_wait_for_ever_for_ranks_that_ask_and_die(
+    change: Change, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two start together on a host, which dies each time while one waits for the other."""
+    launcher = change.launcher
+    launcher._elasticity = replace(launcher._elasticity, least=2, timeout=8.0)
+    change.come(b=2)
+    change.ask(0, join=TRAINED)
+    while change.now < 1100.0 and not launcher._ending:
+        if new := sorted(launcher._processes)[1:]:
+            change.ask(new[0])
+            change.wait(1.0)
+            for number in new:
+                launcher._rank_exited(launcher._processes[number].host, number, 3)
+        change.wait(0.25)
+    assert change.world() == [0] and 1009.0 <= change.now <= 1010.5
+    assert "8 s after the first failure (--elastic-timeout)" in capfd.readouterr().err
+
+
+def test_failures_while_a_rank_trains_do_not_shorten_a_later_wait(change: Change) -> None:
+    launcher = change.launcher
+    launcher._elasticity = replace(launcher._elasticity, least=2, timeout=8.0)
+    change.come(b=2)
+    change.end(1)
+    change.wait(7.0)
+    change.ask(0, join=TRAINED)
+    change.end(2)
+    change.wait(7.75)
+    assert not launcher._ending
+    change.wait(0.25)
+    assert launcher._ending

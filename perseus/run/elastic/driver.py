@@ -75,6 +75,9 @@ class ElasticLauncher(Launcher):
         self._world: list[tuple[int, Slot]] = []
         self._give_up_at: float | None = None  # when there have been too few ranks for too long
         self._waits_by = ""  # the flag that limits this wait
+        # How long to try failed slots again for a world that waits: --elastic-timeout after the
+        # first failure. Failures and returns of slots do not move it.
+        self._retries_until = inf
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
         self._questions = Questions(self._tell, self._print)
@@ -522,7 +525,7 @@ class ElasticLauncher(Launcher):
             variables = environment.of_rank(slot, len(self._world))
             self._tell(process, words.Place(self._epoch, sync, commits, fed, variables))
         self._news = frozenset(), frozenset()
-        self._give_up_at = None
+        self._give_up_at, self._retries_until = None, inf
         if last >= 0 or self._job.verbose:
             self._announce_world()
 
@@ -572,7 +575,8 @@ class ElasticLauncher(Launcher):
             self._give_up(_NO_STATE)
             return
         needed = elasticity.start if is_first else elasticity.least
-        slots = len(self._wanted(now))
+        usable = len(self._wanted(now))
+        slots = self._promising(now, before) if is_first else usable
         asked = [each.request is not None for each in members]
         # Ranks that still train need nobody else. Those of the first world may still be loading,
         # and later ones that are enough wait for those that were started with them.
@@ -582,6 +586,8 @@ class ElasticLauncher(Launcher):
             waits = all(asked) and len(self._candidates()) < needed
         if not waits:
             self._give_up_at = None
+            if not is_first and not all(asked):  # ranks that train wait for no slot
+                self._retries_until = inf
             return
         if self._is_closed():
             # Those without a slot may get it back.
@@ -589,20 +595,41 @@ class ElasticLauncher(Launcher):
             if left < needed:
                 self._give_up(f"{left} ranks are left, instead of {needed}, and {_ONE_LOOP}")
                 return
-        more_may_come = elasticity.discovery.may_change and (slots > 0 or not self._slots.hosts())
-        if slots < needed and not more_may_come and self._slots.next_return(now) is None:
-            self._give_up(f"{slots} slots are left that have not failed, instead of {needed}")
+        more_may_come = elasticity.discovery.may_change and (usable > 0 or not self._slots.hosts())
+        if usable < needed and not more_may_come and self._slots.next_return(now) is None:
+            self._give_up(f"{usable} slots are left that have not failed, instead of {needed}")
             return
         flag, limit = "--elastic-timeout", elasticity.timeout
         if is_first and slots >= needed:
             flag, limit = "--start-timeout", self._job.start_timeout
         if self._give_up_at is None or flag != self._waits_by:
             self._give_up_at, self._waits_by = now + limit, flag
-        elif before >= self._give_up_at:
+            if flag == "--elastic-timeout":
+                self._give_up_at = min(self._give_up_at, self._retries_until)
+        if before >= self._give_up_at:
+            from_failure = self._give_up_at == self._retries_until
+            when = f"{limit:g} s after the first failure" if from_failure else f"after {limit:g} s"
             self._give_up(
-                f"{sum(asked)} ranks asked to join and {slots} slots can be used after {limit:g} s "
-                f"({flag}), instead of {needed}"
+                f"{sum(asked)} ranks asked to join and {slots} slots can be used {when} ({flag}), "
+                f"instead of {needed}"
             )
+
+    def _promising(self, now: float, before: float) -> int:
+        """Return in how many slots a rank of the first world may come up.
+
+        Once the time to try failed slots again is over, those that have failed count only if their
+        processes started earlier, however slowly they load, or have asked to join.
+        before: as for _check_deadlines().
+        """
+        wanted = self._wanted(now)
+        if before < self._retries_until:
+            return len(wanted)
+        in_time = {
+            each.place
+            for each in self._processes.values()
+            if each.request is not None or each.cohort.started_at < self._retries_until
+        }
+        return sum(place in in_time or not self._slots.has_failed(place) for place in wanted)
 
     def _give_up(self, why: str) -> None:
         """End the job: with the first failure's exit status if there was one."""
@@ -751,6 +778,7 @@ class ElasticLauncher(Launcher):
                 self._server.abandon(_WORLD, self._epoch, process.rank, why)
 
     def _bar(self, process: Process, what: str, now: float) -> None:
+        self._retries_until = min(self._retries_until, now + self._elasticity.timeout)
         wait = self._slots.bar(process.place, now)
         rest = "its slot is not used again" if wait is None else f"its slot rests for {wait:.0f} s"
         self._print(f"{process.name} {what}; {rest}")

@@ -63,6 +63,10 @@ class UsableSlots:
         self._barred_until[place] = now + wait
         return wait
 
+    def has_failed(self, place: Place) -> bool:
+        """Return whether a rank has ever failed in this slot."""
+        return place in self._failures
+
     def usable(self, now: float) -> list[Place]:
         """Return the slots that may be used, host by host."""
         return [
