@@ -25,7 +25,7 @@ from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.gradient_scaler import let_scalers_wait
 from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.mpi_ops import Max, allreduce
-from perseus.torch.parameters import Parameters
+from perseus.torch.parameters import Parameters, SharedGroups
 from perseus.torch.session import Adasum, session
 from perseus.torch.untraced import untraced
 
@@ -81,7 +81,7 @@ class _StepReducer(HandleReducer, AdasumOfSteps):
             parameter.copy_(value)
 
 
-class AdasumOptimizer(torch.optim.Optimizer):
+class AdasumOptimizer(SharedGroups):
     """The mixin that adasum_optimizer puts in front of the wrapped optimizer's class."""
 
     _check: ParameterCheck
@@ -195,8 +195,7 @@ def adasum_optimizer(
         wrapped.__name__, (AdasumOptimizer, wrapped), {"__module__": wrapped.__module__}
     )
     made = cast(AdasumOptimizer, cast(Any, made_class).__new__(made_class))
-    made.__dict__.update(optimizer.__dict__)
-    made.__dict__.pop("step", None)  # a scheduler bound it to the wrapped optimizer
+    made._take_place_of(optimizer)
     made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     plan = Plan(Adasum, all_applied_here(compression), process_set)

@@ -38,7 +38,7 @@ def steps_of(
         alive = known()
         if alive is None:
             return _UNKNOWN
-        groups = alive.param_groups  # which load_state_dict() replaces
+        groups = alive.param_groups
         try:
             places = {group_of[id(parameter)] for parameter in parameters}
         except KeyError:  # one has joined since, or gone

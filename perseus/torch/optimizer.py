@@ -38,7 +38,7 @@ from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.gradient_scaler import let_scalers_wait
 from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.learning_rates import steps_of
-from perseus.torch.parameters import Parameters, placed
+from perseus.torch.parameters import Parameters, SharedGroups, placed
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.reductions import allreduce
 from perseus.torch.residuals import OWNER, as_buffers, as_tensors, with_owner
@@ -68,7 +68,7 @@ class _NotApplied(Exception):  # noqa: N818 - it ends a step and reaches no call
         self.loss = loss
 
 
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(SharedGroups):
     """The mixin that DistributedOptimizer puts in front of the wrapped optimizer's class."""
 
     _check: ParameterCheck
@@ -493,10 +493,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}
     )
     made = cast(_DistributedOptimizer, cast(Any, made_class).__new__(made_class))
-    made.__dict__.update(optimizer.__dict__)
-    # An earlier learning rate scheduler has replaced step by one that is bound to the wrapped
-    # optimizer.
-    made.__dict__.pop("step", None)
+    made._take_place_of(optimizer)
     made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     made._rotation = rotation

@@ -12,11 +12,36 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-Groups = list[dict[str, Any]]  # an optimizer's param_groups, which load_state_dict() replaces
+Groups = list[dict[str, Any]]  # an optimizer's param_groups
+
+
+class SharedGroups(torch.optim.Optimizer):
+    """A wrapped optimizer, whose groups are also those of the optimizer that it was made of.
+
+    Learning rate schedulers that the script has made with that one change them.
+    """
+
+    def _take_place_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over all that it has."""
+        self.__dict__.update(optimizer.__dict__)
+        # A scheduler has replaced its step() by one that is bound to it; and would warn that it is
+        # not called.
+        self.__dict__.pop("step", None)
+        cast(Any, optimizer)._opt_called = True
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load the wrapped optimizer's state into the present groups, which torch would replace."""
+        shared, groups = self.param_groups, list(self.param_groups)
+        super().load_state_dict(*args, **kwargs)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        shared[:] = groups
+        self.param_groups = shared
 
 
 class Parameters:
