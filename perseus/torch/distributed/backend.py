@@ -91,7 +91,8 @@ class _Life(Collectives):
         return False
 
     # What c10d asks a Backend in Python, whose own answer would ask again, without end.
-    supports_reconfigure = supports_window = _supports_time_estimate = supports_coalescing
+    supports_reconfigure = supports_window = supports_coalescing
+    supports_time_estimate = _supports_time_estimate = supports_coalescing  # 2.14, and 2.15
 
     @property
     def supports_shrinking(self) -> bool:
@@ -269,7 +270,7 @@ class _WholeGroup(_Life):
         return self._store
 
     # Old versions of torch split and shrink only backends of their own.
-    supports_splitting = supports_shrinking = supports_time_estimate = _Life.supports_coalescing
+    supports_splitting = supports_shrinking = _Life.supports_coalescing
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether FSDP2 can have its buffers from here; it makes them itself."""
