@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -269,9 +269,13 @@ class _DistributedOptimizer(SharedGroups):
         if self._rotation is not None and self._takes_part and self._reducer.applies:
             self._rotation.take_turn()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    @untraced
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Return a context in which step() does not reduce p.grad, for use after synchronize()."""
+        return self._skipping()
+
+    @contextmanager
+    def _skipping(self) -> Iterator[None]:
         self._should_synchronize = False
         try:
             yield
