@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
+from perseus import ddp
 from perseus.errors import NOT_INITIALIZED, HorovodInternalError, InitializationError, MismatchError
 from perseus.inspection import show_threads
 
@@ -33,6 +34,8 @@ _FIRST_TO_FAIL_SECONDS = 1.0
 _PAUSE_SECONDS = 0.5  # before a rank tries again what it has failed to do
 _GIVEN_UP = "given up this start"  # in errors that tell of another rank's (common/api/context.cc)
 _log = logging.getLogger(__name__)
+
+ddp.keep_out()
 
 
 class _User(Protocol):

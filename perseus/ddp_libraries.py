@@ -31,6 +31,7 @@ def followed(fill: Fill, asked_for: Callable[[str], str]) -> dict[str, Follow]:
         f"lightning.fabric.{_LIGHTNING}": lightning,
         f"lightning_fabric.{_LIGHTNING}": lightning,
         "ignite.distributed.comp_models.native": partial(_follow_ignite, fill, asked_for),
+        "composer.utils.dist": partial(_follow_composer, asked_for),
     }
 
 
@@ -87,3 +88,22 @@ def _follow_ignite(fill: Fill, asked_for: Callable[[str], str], module: ModuleTy
 
     setattr(find_asked, _REPLACED, True)
     made.backend = find_asked
+
+
+def _follow_composer(asked_for: Callable[[str], str], module: ModuleType) -> None:
+    """Let Composer take a process group that it knows by another backend's name."""
+    initialize: Any = getattr(module, "initialize_dist", None)
+    if initialize is None or getattr(initialize, _REPLACED, False):
+        return
+
+    @wraps(initialize)
+    def initialize_unless_ours(*args: Any, **kwargs: Any) -> None:
+        distributed = import_module("torch.distributed")
+        if distributed.is_initialized():
+            backend = distributed.get_backend()
+            if asked_for(backend) != backend:
+                return
+        initialize(*args, **kwargs)
+
+    setattr(initialize_unless_ours, _REPLACED, True)
+    module.initialize_dist = initialize_unless_ours  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@
 
 Every host has links eth0, eth1, …, each to its own switch, with the address
 10.77.<link>.<host + 1> or fd77:<link>::<host + 1>, an MTU of 1500 and a limited bandwidth.
-Everything consists of anonymous namespaces. Several sets of hosts may therefore exist at once, the machine's own network does not
-change, and nothing outlives the owner, even if it is killed. Needs root. One thread per
-VirtualHosts.
+Everything consists of anonymous namespaces. Several sets of hosts may therefore exist at once, the
+machine's own network does not change, and nothing outlives the owner, even if it is killed. Needs
+root. One thread per VirtualHosts.
 """
 
 from __future__ import annotations

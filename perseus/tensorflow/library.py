@@ -62,8 +62,9 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     # default it would also run stateful ops one after the other, but ranks match them by name, so
     # they may run in any order.
     order.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= frozenset(OPS)
-    # In a tf.function, AutoGraph would rewrite all of this package that the script calls, which takes
-    # seconds and warns of syntax that it does not know. Nothing here depends on a tensor's value.
+    # In a tf.function, AutoGraph would rewrite all of this package that the script calls, which
+    # takes seconds and warns of syntax that it does not know. Nothing here depends on the values of
+    # tensors.
     autograph.CONVERSION_RULES += (autograph.DoNotConvert("perseus"),)
     try:
         functions = tensorflow.load_op_library(str(_LIBRARY))

@@ -265,3 +265,81 @@ def test_mpiruns_ranks_are_taken_where_torchs_variables_are_not_to_count(meets, 
     said = launch([*mpirun, *PYTHON_ON_PERSEUS, "train.py", "words"], tmp_path, **wrong)
     for rank in range(2):
         assert f"rank {rank} perseus [1.0, 3.0, 5.0] [None, {rank}] words" in said
+
+
+LOOKS_FIRST = """
+import os, perseus, torch, torch.distributed as dist
+def looks_first():
+    if int(os.environ.get("RANK", -1)) == -1:
+        return "alone"
+    dist.init_process_group({given})
+    tensor = torch.arange(3.0) + dist.get_rank()
+    dist.all_reduce(tensor)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    return dist.get_backend(), tensor.tolist(), [os.environ[name] for name in names]
+os.write(1, f"{{looks_first()}}\\n".encode())  # in one piece: another rank writes, too
+"""
+GIVEN = (
+    '"gloo", init_method="env://", rank=int(os.environ["RANK"]), '
+    'world_size=int(os.environ["WORLD_SIZE"])'
+)
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+
+
+@pytest.mark.parametrize("given", ['"gloo"', GIVEN], ids=["env", "numbers given"])
+@pytest.mark.parametrize("launcher", ["perseusrun", "mpirun"])
+def test_a_script_that_looks_for_its_rank_first_finds_it(launcher, given, tmp_path):
+    """As nanoGPT, timm and torchvision's references do: else each rank would train alone."""
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun beside this Python")
+    command = [*(PERSEUSRUN if launcher == "perseusrun" else MPIRUN), sys.executable, "train.py"]
+    said = launch(command, tmp_path, LOOKS_FIRST.format(given=given))
+    for rank in "01":
+        assert str(("perseus", [1.0, 3.0, 5.0], [rank, "2", rank, "2", "0"])) in said
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "import perseus.torch as hvd",
+        "import torch, perseus, perseus.torch.horovod as hvd",
+        "import perseus, torch; import perseus.torch as hvd",
+    ],
+)
+def test_scripts_for_other_interfaces_are_shown_no_rank(other, tmp_path):
+    script = (
+        f"import os\n{other}\nhvd.init()\n"
+        "names = [name for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK') if name in os.environ]\n"
+        "os.write(1, f'{hvd.rank()} of {hvd.size()} {names}\\n'.encode())"
+    )
+    said = launch([*PERSEUSRUN, sys.executable, "train.py"], tmp_path, script, says=0)
+    assert all(f"{rank} of 2 []" in said for rank in range(2))
+
+
+COMPOSER = """
+import torch.distributed as dist
+def initialize_dist(device, timeout=300.0):
+    if dist.is_initialized():
+        if dist.get_backend() != device:
+            raise RuntimeError(f"the backend is {dist.get_backend()}, not {device}")
+        return
+    dist.init_process_group(device, store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def test_composer_takes_a_group_that_has_the_place_of_the_one_it_asks_for(tmp_path):
+    """Its Trainer asks for a group again, and compares names."""
+    package = tmp_path / "composer" / "utils"
+    package.mkdir(parents=True)
+    (package / "dist.py").write_text(COMPOSER)
+    program = """
+import perseus
+from composer.utils import dist as composer
+composer.initialize_dist("gloo")
+composer.initialize_dist("gloo")
+print(composer.dist.get_backend())
+composer.dist.destroy_process_group()
+composer.initialize_dist("gloo")
+print(composer.dist.get_backend())
+"""
+    assert run(program, PYTHONPATH=str(tmp_path)).stdout.split() == ["perseus", "perseus"]

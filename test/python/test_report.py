@@ -288,9 +288,9 @@ def test_a_recording_is_not_written_over(
     pytest.importorskip("matplotlib")
     link = tmp_path / "page.html"
     link.symlink_to(pair[1])
-    for output, read in ((pair[0], pair[1]), (link, pair[1])):
+    for output, given in ((pair[0], pair[1]), (link, pair[1])):
         before = output.read_bytes()
-        assert main(["-o", str(output), str(read)]) == 2
+        assert main(["-o", str(output), str(given)]) == 2
         assert f"-o {output} is a trace" in capsys.readouterr().err
         assert output.read_bytes() == before
     page = tmp_path / "older page.html"

@@ -56,6 +56,7 @@ def fill_environment() -> None:
     if is_in_elastic_job():
         _fill_for_world()
         return
+    ddp.hide_numbers()
     counts = config.yes_or_no("PERSEUS_USE_DDP_LAUNCHER", True)
     if _held or ("RANK" in os.environ and counts):
         return
@@ -107,6 +108,7 @@ def fill_for_who_looks_early() -> bool:
     Without them it would train in every rank as if that were alone. Every rank calls it; a world of
     one rank needs none. Returns whether the variables are from here.
     """
+    ddp.hide_numbers()
     if is_in_elastic_job() or (lacks_what_a_launcher_knows() and identify().size > 1):
         fill_environment()
     return bool(_filled or _World.variables)
