@@ -190,12 +190,7 @@ def adasum_optimizer(
 
     names: the names of all parameters, which are in the same order on all ranks.
     """
-    wrapped = type(optimizer)
-    made_class = type(
-        wrapped.__name__, (AdasumOptimizer, wrapped), {"__module__": wrapped.__module__}
-    )
-    made = cast(AdasumOptimizer, cast(Any, made_class).__new__(made_class))
-    made._take_place_of(optimizer)
+    made = cast(AdasumOptimizer, AdasumOptimizer.made_of(optimizer))
     made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     plan = Plan(Adasum, all_applied_here(compression), process_set)

@@ -493,11 +493,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         plan = replace(plan, compression=inside(parts))
         rotation = TorchRotation(trainable, names[trainable[0]], process_set, parts)
     wrapped = type(optimizer)
-    made_class = type(
-        wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}
-    )
-    made = cast(_DistributedOptimizer, cast(Any, made_class).__new__(made_class))
-    made._take_place_of(optimizer)
+    made = cast(_DistributedOptimizer, _DistributedOptimizer.made_of(optimizer))
     made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     made._rotation = rotation

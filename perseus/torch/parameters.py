@@ -25,13 +25,23 @@ class SharedGroups(torch.optim.Optimizer):
     Learning rate schedulers that the script has made with that one change them.
     """
 
-    def _take_place_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over all that it has."""
-        self.__dict__.update(optimizer.__dict__)
-        # A scheduler has replaced its step() by one that is bound to it; and would warn that it is
-        # not called.
-        self.__dict__.pop("step", None)
+    @classmethod
+    def made_of(cls, optimizer: torch.optim.Optimizer) -> Any:
+        """Return an object with all that the optimizer has, the state included.
+
+        Its class is derived from this one and the optimizer's. Libraries that must not wrap
+        optimizers twice look for Horovod's name in its module.
+        """
+        wrapped = type(optimizer)
+        namespace = {"__module__": "perseus.torch.horovod"}
+        made_class: Any = type(wrapped.__name__, (cls, wrapped), namespace)
+        made = made_class.__new__(made_class)
+        made.__dict__.update(optimizer.__dict__)
+        # A scheduler has replaced step() by one that is bound to the optimizer, and would warn that
+        # this is not called.
+        made.__dict__.pop("step", None)
         cast(Any, optimizer)._opt_called = True
+        return made
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state into the present groups, which torch would replace."""

@@ -26,7 +26,8 @@ from perseus.torch.sparse import empty_like, start_sparse_allreduce
 
 _TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
-    "Increase backward_passes_per_step to accumulate gradients locally."
+    "Increase backward_passes_per_step to accumulate gradients locally. (If another "
+    "DistributedOptimizer of the same parameters has taken this one's place, delete this one.)"
 )
 
 _CHANGED = (

@@ -573,6 +573,7 @@ def check_a_scheduler_made_before_wrapping() -> None:
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
+    assert "horovod" in str(type(optimizer))  # by which libraries tell that it is wrapped
     assert len(set(hvd.allgather(model.bias.grad).tolist())) == 1
 
 
