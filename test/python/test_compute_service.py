@@ -125,9 +125,9 @@ def test_shutdown_ends_all_waits(service):
         thread.join(60)
     assert len(ended) == 3
     clients[0].wait_for_shutdown()
+    service.shutdown()  # returns once it is closed, which it may be a moment after its answers
     with pytest.raises(ConnectionError):
         ComputeClient(service.addresses(), KEY)
-    service.shutdown()
 
 
 def test_one_broken_connection_is_not_the_end(client, monkeypatch):
