@@ -131,6 +131,11 @@ def _show_numbers() -> None:
         os.environ.update(_Script.numbers)
 
 
+def shows_numbers() -> bool:
+    """Whether torch's variables are set, as they are known before ranks have met."""
+    return bool(_Script.numbers)
+
+
 def hide_numbers() -> None:
     """Take back what is set for scripts that look before ranks have met."""
     for name, value in _Script.numbers.items():

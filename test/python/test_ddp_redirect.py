@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -296,6 +297,22 @@ def test_a_script_that_looks_for_its_rank_first_finds_it(launcher, given, tmp_pa
     said = launch(command, tmp_path, LOOKS_FIRST.format(given=given))
     for rank in "01":
         assert str(("perseus", [1.0, 3.0, 5.0], [rank, "2", rank, "2", "0"])) in said
+
+
+def test_a_script_may_say_itself_where_rank_0_is(tmp_path):
+    """As one that reads Slurm's variables: then no launcher has to let ranks meet."""
+    kept = socket.socket()  # so that no other program is given the port before the store has it
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    port = kept.getsockname()[1]
+    sets = f"import os; os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}')"
+    program = LOOKS_FIRST.format(given='"gloo"').replace(', "GROUP_RANK"', "")
+    unable = {"PERSEUS_RENDEZVOUS_ADDR": "192.0.2.1", "HOROVOD_START_TIMEOUT": "1"}
+    script = f"{sets}\nos.environ.update({unable})\n{program}"
+    with kept:
+        said = launch([*PERSEUSRUN, sys.executable, "train.py"], tmp_path, script)
+    for rank in "01":
+        assert str(("perseus", [1.0, 3.0, 5.0], [rank, "2", rank, "2"])) in said
 
 
 @pytest.mark.parametrize(

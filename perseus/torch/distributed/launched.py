@@ -56,6 +56,9 @@ def fill_environment() -> None:
     if is_in_elastic_job():
         _fill_for_world()
         return
+    has_address = all(name in os.environ for name in _MASTER)
+    if ddp.shows_numbers() and has_address:  # that the script has set: there is nothing to meet for
+        return
     ddp.hide_numbers()
     counts = config.yes_or_no("PERSEUS_USE_DDP_LAUNCHER", True)
     if _held or ("RANK" in os.environ and counts):
@@ -63,7 +66,7 @@ def fill_environment() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in _OF_TORCH}
     context = basics.launched_context("torch.distributed", environment)
     try:
-        if not all(name in os.environ for name in _MASTER):
+        if not has_address:
             operations = _core.Operations(context, wrap, describe)
             try:
                 host, port = _meet(context.rank, partial(_exchange, operations))
