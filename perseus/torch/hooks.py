@@ -62,6 +62,8 @@ def on_gradient(
 def _is_last(parameter: torch.Tensor, number: int) -> bool:
     """Return whether no hook that follows changes the gradient, nor an owner that precedes."""
     hooks = parameter._post_accumulate_grad_hooks
+    if len(hooks) == 1:  # as nearly always, for every gradient of every step
+        return number in hooks
     numbers = list(hooks)
     if number not in numbers:  # it was removed in this pass
         return False
