@@ -45,13 +45,18 @@ class SharedGroups(torch.optim.Optimizer):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state into the present groups, which torch would replace."""
-        shared, groups = self.param_groups, list(self.param_groups)
+        shared = self.param_groups
         super().load_state_dict(*args, **kwargs)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        shared[:] = groups
-        self.param_groups = shared
+        # Into the list that there is now: optimizers around others give it to these as they load.
+        loaded = self.param_groups
+        if loaded is shared:
+            return
+        for place, (group, new) in enumerate(zip(shared, loaded, strict=False)):
+            if group is not new:
+                group.clear()
+                group.update(new)
+                loaded[place] = group
+        shared[:] = loaded
 
 
 class Parameters:

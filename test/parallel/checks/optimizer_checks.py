@@ -595,9 +595,56 @@ def check_a_scheduler_made_before_wrapping_goes_on_when_training_resumes() -> No
             resumed.scheduler.load_state_dict(hvd.broadcast_object(saved["scheduler"], 0))
             for _ in range(2):
                 resumed.step()
-            assert resumed.optimizer.param_groups is resumed.plain.param_groups
+            for group, shared in zip(
+                resumed.optimizer.param_groups, resumed.plain.param_groups, strict=True
+            ):
+                assert group is shared
             assert_same(resumed.model.weight, whole.model.weight)
             assert resumed.optimizer.param_groups[0]["lr"] == whole.plain.param_groups[0]["lr"]
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, whose groups are its own, as timm's and SAM do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.inner.param_groups = self.param_groups
+
+
+class _InPlace(torch.optim.SGD):
+    """Loads the rates alone, into the groups that it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group["lr"] = saved["lr"]
+
+
+def check_optimizers_that_share_or_keep_their_groups_load_them() -> None:
+    for inside in (False, True):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        plain = torch.optim.SGD([weight], lr=0.5)
+        plain = _InPlace([weight], lr=0.5) if inside else _Lookahead(plain)
+        scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(plain, [("weight", weight)])
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.25
+        optimizer.load_state_dict(state)
+        for rate in (0.25, 0.125):
+            before = weight.detach().clone()
+            optimizer.zero_grad()
+            (weight.sum() * (1 + hvd.rank())).backward()
+            optimizer.step()
+            scheduler.step()
+            mean = (1 + hvd.size()) / 2
+            assert_same(weight.detach(), before - rate * mean)
 
 
 class _Scheduled:
