@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,6 +16,7 @@ from perseus.compression import (
     NoneCompressor,
     cast_compressor,
 )
+from perseus.tensorflow.modes import converted
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
@@ -29,3 +32,10 @@ class Compression(Compressions):
 
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def in_graphs(compression: Any) -> Any:
+    """A compressor that may be the script's: its functions may depend on values of tensors."""
+    return SimpleNamespace(
+        compress=converted(compression.compress), decompress=converted(compression.decompress)
+    )

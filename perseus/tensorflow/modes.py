@@ -37,6 +37,19 @@ def tf_variable(variable: Any) -> Any:
     return inner if isinstance(inner, tf.Variable) else variable
 
 
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the script, which AutoGraph rewrites where it rewrites what has called us.
+
+    This package is left as it is (library.py), and so would be what it calls.
+    """
+    autograph = tf.__internal__.autograph
+    context = autograph.control_status_ctx()
+    if tf.executing_eagerly() or context.status.name != "ENABLED":
+        return function
+    made: Callable[..., Any] = autograph.tf_convert(function, context)
+    return made
+
+
 def name_of(source: Any) -> str:
     """The name of a variable or tensor for messages; "" if it has none."""
     if isinstance(source, tf.Variable) or hasattr(source, "path"):

@@ -27,6 +27,7 @@ from perseus.gradients.rotation import parts_of
 from perseus.gradients.scopes import Scope
 from perseus.process_sets import ProcessSet
 from perseus.tensorflow import ops
+from perseus.tensorflow.compression import in_graphs
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum
 from perseus.tensorflow.parameter_check import compared
@@ -251,7 +252,7 @@ class GradientReducer(Reducer):
         plan = self.plan
         rotates = (parts := parts_of(plan)) > 1
         compression = inside(parts) if rotates else plan.compression
-        outer = applied_here(compression)
+        outer = in_graphs(applied_here(compression))
         name, fixed_name = names[bundle[0]], None
         if turn is not None:
             fixed_name = f"{self._scope}/{name}{turn}"

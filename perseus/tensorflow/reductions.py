@@ -30,7 +30,7 @@ from perseus.compat.common.extensions import get_average_backwards_compatibility
 from perseus.compression import Compressor, applied_here
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow import ops
-from perseus.tensorflow.compression import Compression
+from perseus.tensorflow.compression import Compression, in_graphs
 from perseus.tensorflow.modes import on_device
 from perseus.tensorflow.ops import Average, Sum
 
@@ -71,7 +71,7 @@ def allreduce(
             return reduce_slices(tensor, name, op, process_set, compression)
     with on_device(device_dense):
         codec = _codec(compression, name)
-        outer = applied_here(compression)
+        outer = in_graphs(applied_here(compression))
         sent, context = outer.compress(tf.convert_to_tensor(tensor))
         outputs, _ = ops.allreduce(
             [sent], name, op=op, prescale=prescale_factor, postscale=postscale_factor,
@@ -117,7 +117,7 @@ def grouped_allreduce(
         return results
     with on_device(device_dense):
         codec = _codec(compression, name)
-        outer = applied_here(compression)
+        outer = in_graphs(applied_here(compression))
         pairs = [outer.compress(tf.convert_to_tensor(tensors[index])) for index in dense]
         outputs, _ = ops.allreduce(
             [sent for sent, _ in pairs], name, op=op, prescale=prescale_factor,
@@ -169,13 +169,14 @@ def reduce_slices(
     gradient_of: int = 0,
 ) -> Any:
     """Values and indices of all ranks joined; the values divided for Average."""
-    values, context = compression.compress(slices.values)
+    outer = in_graphs(compression)
+    values, context = outer.compress(slices.values)
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
     (gathered,) = ops.allgather(
         [values], names[0], process_set=process_set, gradient_of=gradient_of
     )
     (indices,) = ops.allgather([slices.indices], names[1], process_set=process_set)
-    gathered = compression.decompress(gathered, context)
+    gathered = outer.decompress(gathered, context)
     joined = tf.IndexedSlices(gathered, indices, slices.dense_shape)
     return divided_by_size(joined, process_set) if op == Average else joined
 
@@ -197,12 +198,13 @@ def reducescatter(
     more if r < dim0 % n.
     """
     with on_device(device_dense):
-        sent, context = compression.compress(tf.convert_to_tensor(tensor))
+        outer = in_graphs(compression)
+        sent, context = outer.compress(tf.convert_to_tensor(tensor))
         outputs = ops.reducescatter(
             [sent], name, op=op, prescale=prescale_factor, postscale=postscale_factor,
             process_set=process_set, ignore_name_scope=ignore_name_scope,
         )  # fmt: skip
-        return compression.decompress(outputs[0], context)
+        return outer.decompress(outputs[0], context)
 
 
 def grouped_reducescatter(
@@ -218,12 +220,13 @@ def grouped_reducescatter(
     if not tensors:
         return list(tensors)
     with on_device(device_dense):
-        pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+        outer = in_graphs(compression)
+        pairs = [outer.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
         outputs = ops.reducescatter(
             [sent for sent, _ in pairs], op=op, prescale=prescale_factor,
             postscale=postscale_factor, process_set=process_set, grouped=True,
         )  # fmt: skip
         return [
-            compression.decompress(output, context)
+            outer.decompress(output, context)
             for output, (_, context) in zip(outputs, pairs, strict=True)
         ]

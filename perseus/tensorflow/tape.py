@@ -26,7 +26,7 @@ from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
-from perseus.tensorflow.modes import belongs_to_program, tf_variable
+from perseus.tensorflow.modes import belongs_to_program, converted, tf_variable
 from perseus.tensorflow.ops import Average
 from perseus.tensorflow.reducer import (
     GradientReducer,
@@ -106,7 +106,9 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
             different names. Raises ValueError and NotImplementedError for sparse gradients that the
             arguments do not allow.
         """
-        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        own: Any = super().gradient  # as a function: AutoGraph takes the method for one of ours
+        own = converted(own.__func__)
+        gradients = own(self, target, sources, output_gradients, unconnected_gradients)
         flat_sources, flat = tf.nest.flatten(sources), _flat(gradients)
         reduced = self._reduced(flat_sources, flat, use_generic_names)
         return _packed(sources, gradients, reduced)

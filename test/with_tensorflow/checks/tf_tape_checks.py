@@ -82,6 +82,50 @@ def check_autograph_leaves_this_package_as_it_is() -> None:
     assert not [line for line in rewritten if "perseus" in line], rewritten
 
 
+class _Scaled:
+    """A script's compressor that looks at values."""
+
+    @staticmethod
+    def compress(tensor):
+        largest = tf.reduce_max(tf.abs(tensor))
+        if largest > 1.0:
+            tensor /= largest
+        return tensor, largest
+
+    @staticmethod
+    def decompress(tensor, largest):
+        if largest > 1.0:
+            tensor *= largest
+        return tensor
+
+
+class _Halving(tf.GradientTape):
+    """A script's tape that looks at values."""
+
+    def gradient(self, *args, **kwargs):
+        (gradient,) = super().gradient(*args, **kwargs)
+        if tf.reduce_max(gradient) > 1.0:
+            gradient *= 0.5
+        return [gradient]
+
+
+def check_code_of_the_script_in_this_package_may_depend_on_values() -> None:
+    """AutoGraph rewrites it, too, where it rewrites the script."""
+    variable = tf.Variable([3.0, 4.0])
+
+    def reduced():
+        return hvd.allreduce(variable, op=hvd.Sum, compression=_Scaled)
+
+    def gradient():
+        with hvd.DistributedGradientTape(_Halving(), compression=_Scaled) as tape:
+            loss = tf.reduce_sum(variable**2)
+        return tape.gradient(loss, [variable])[0]
+
+    size = hvd.size()
+    for function, expected in ((reduced, [3.0 * size, 4.0 * size]), (gradient, [3.0, 4.0])):
+        np.testing.assert_allclose(tf.function(function)(), expected, rtol=1e-6)
+
+
 def check_each_reduction() -> None:
     variable = tf.Variable([1.0, 2.0, 3.0])
     factor = tf.constant([1.0, 2.0, 5.0]) * (hvd.rank() + 1)
