@@ -26,6 +26,7 @@ _MAKER = "_new_process_group_helper"
 _HANDLERS = "_rendezvous_handlers"
 _OURS = "perseus.torch.distributed"
 _OLDEST = (2, 13)
+HOST = "GROUP_RANK"  # torchrun's name for the number of the host, by which Lightning counts ranks
 
 
 class _Script:
@@ -33,8 +34,10 @@ class _Script:
 
     is_for_ddp: bool | None = None  # None: not known before its first process group
     has_group = False
-    # Of torch's variables, those that are set before its ranks have met.
+    # Of torch's variables, those that are set before its ranks have met; and what they were.
     numbers: ClassVar[dict[str, str]] = {}
+    earlier: ClassVar[dict[str, str]] = {}
+    is_for_horovod = False
     asked_for: ClassVar[dict[str, str]] = {}  # backends by those that have taken their places
 
 
@@ -53,6 +56,13 @@ def watch() -> None:
 def redirect_always() -> None:
     """Redirect even though the script imports other parts of Perseus, too."""
     _Script.is_for_ddp = True
+
+
+def expect_horovod() -> None:
+    """Let a script that imports Horovod look for its rank as it would there."""
+    _Script.is_for_horovod = True
+    if _Script.is_for_ddp is None:
+        hide_numbers()
 
 
 def keep_out() -> None:
@@ -118,7 +128,9 @@ def _show_numbers() -> None:
     Many scripts make a process group only if they find RANK, and would train in every rank as if
     that were alone. The address of rank 0 comes with the first process group.
     """
-    if "RANK" in os.environ or _Script.is_for_ddp is False or not _loads_backend():
+    if "RANK" in os.environ or _Script.is_for_ddp is False or _Script.is_for_horovod:
+        return
+    if not _loads_backend():
         return
     try:
         own = import_module("perseus.run.bootstrap.identity").identify()
@@ -128,12 +140,19 @@ def _show_numbers() -> None:
         names = import_module("perseus.run.bootstrap.torch_round").IDENTITY
         values = map(str, (own.rank, own.size, own.local_rank, own.local_size))
         _Script.numbers = dict(zip(names, values, strict=True))
+        if own.cross_size or own.local_size == own.size:
+            _Script.numbers[HOST] = str(own.cross_rank)
+        _Script.earlier = {n: os.environ[n] for n in _Script.numbers if n in os.environ}
         os.environ.update(_Script.numbers)
 
 
-def shows_numbers() -> bool:
-    """Whether torch's variables are set, as they are known before ranks have met."""
-    return bool(_Script.numbers)
+def leave_numbers() -> bool:
+    """Leave torch's variables as they are, if they are set for scripts that look before ranks meet.
+
+    Returns whether they are.
+    """
+    shown, _Script.numbers = bool(_Script.numbers), {}
+    return shown
 
 
 def hide_numbers() -> None:
@@ -141,6 +160,8 @@ def hide_numbers() -> None:
     for name, value in _Script.numbers.items():
         if os.environ.get(name) == value:
             del os.environ[name]
+            if name in _Script.earlier:
+                os.environ[name] = _Script.earlier[name]
     _Script.numbers = {}
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import sys
 
+from perseus import ddp
 from perseus.compat.finder import install
 from perseus.compat.program import main_namespace, run
 
 install()
+ddp.expect_horovod()
 
 if __name__ == "__main__":
     run(sys.argv[1:], "perseus.compat.horovod")

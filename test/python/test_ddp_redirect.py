@@ -263,7 +263,9 @@ def test_mpiruns_ranks_are_taken_where_torchs_variables_are_not_to_count(meets, 
     elif find_spec("mpi4py") is None:
         pytest.skip("this Python has no mpi4py")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
-    said = launch([*mpirun, *PYTHON_ON_PERSEUS, "train.py", "words"], tmp_path, **wrong)
+    again = "dist.init_process_group()\ndist.all_reduce(tensor)\ndist.destroy_process_group()\n"
+    command = [*mpirun, *PYTHON_ON_PERSEUS, "train.py", "words"]
+    said = launch(command, tmp_path, SCRIPT + again, **wrong)
     for rank in range(2):
         assert f"rank {rank} perseus [1.0, 3.0, 5.0] [None, {rank}] words" in said
 
@@ -299,7 +301,8 @@ def test_a_script_that_looks_for_its_rank_first_finds_it(launcher, given, tmp_pa
         assert str(("perseus", [1.0, 3.0, 5.0], [rank, "2", rank, "2", "0"])) in said
 
 
-def test_a_script_may_say_itself_where_rank_0_is(tmp_path):
+@pytest.mark.parametrize("looks", ["itself", "as a library"])
+def test_a_script_may_say_itself_where_rank_0_is(looks, tmp_path):
     """As one that reads Slurm's variables: then no launcher has to let ranks meet."""
     kept = socket.socket()  # so that no other program is given the port before the store has it
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -308,7 +311,10 @@ def test_a_script_may_say_itself_where_rank_0_is(tmp_path):
     sets = f"import os; os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}')"
     program = LOOKS_FIRST.format(given='"gloo"').replace(', "GROUP_RANK"', "")
     unable = {"PERSEUS_RENDEZVOUS_ADDR": "192.0.2.1", "HOROVOD_START_TIMEOUT": "1"}
-    script = f"{sets}\nos.environ.update({unable})\n{program}"
+    script = f"{sets}\nos.environ.update({unable})\n"
+    if looks == "as a library":
+        script += "import perseus, torch\nassert perseus.ddp._fill_environment()\n"
+    script += program
     with kept:
         said = launch([*PERSEUSRUN, sys.executable, "train.py"], tmp_path, script)
     for rank in "01":
@@ -321,16 +327,20 @@ def test_a_script_may_say_itself_where_rank_0_is(tmp_path):
         "import perseus.torch as hvd",
         "import torch, perseus, perseus.torch.horovod as hvd",
         "import perseus, torch; import perseus.torch as hvd",
+        "import torch; print('RANK' in os.environ); import horovod.torch as hvd",
     ],
 )
 def test_scripts_for_other_interfaces_are_shown_no_rank(other, tmp_path):
     script = (
-        f"import os\n{other}\nhvd.init()\n"
-        "names = [name for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK') if name in os.environ]\n"
+        "import os\nos.environ['LOCAL_RANK'] = '7'  # as a wrapper of the script may\n"
+        f"{other}\nhvd.init()\n"
+        "names = [name for name in ('RANK', 'WORLD_SIZE') if name in os.environ]\n"
+        "names += [os.environ['LOCAL_RANK']]\n"
         "os.write(1, f'{hvd.rank()} of {hvd.size()} {names}\\n'.encode())"
     )
-    said = launch([*PERSEUSRUN, sys.executable, "train.py"], tmp_path, script, says=0)
-    assert all(f"{rank} of 2 []" in said for rank in range(2))
+    flags = ["--horovod"] if "import horovod" in other else []
+    said = launch([*PERSEUSRUN, *flags, sys.executable, "train.py"], tmp_path, script, says=0)
+    assert all(f"{rank} of 2 ['7']" in said for rank in range(2)) and "True" not in said
 
 
 COMPOSER = """

@@ -27,7 +27,6 @@ from perseus.run.bootstrap.torch_round import IDENTITY as _OF_TORCH
 from perseus.torch.session import ALLGATHER, describe, wrap
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-_HOST = "GROUP_RANK"  # torchrun's name for the number of the host, by which Lightning counts ranks
 _TEXT_BYTES = 256
 _filled: list[bool] = []  # once the environment is ours, for the life of the process
 _held: list[c10d.Store] = []  # rank 0's server, which torch's own store at this port shares
@@ -56,12 +55,10 @@ def fill_environment() -> None:
     if is_in_elastic_job():
         _fill_for_world()
         return
-    has_address = all(name in os.environ for name in _MASTER)
-    if ddp.shows_numbers() and has_address:  # that the script has set: there is nothing to meet for
-        return
+    has_address = _believes_script()
     ddp.hide_numbers()
     counts = config.yes_or_no("PERSEUS_USE_DDP_LAUNCHER", True)
-    if _held or ("RANK" in os.environ and counts):
+    if _filled or ("RANK" in os.environ and counts):
         return
     environment = {k: v for k, v in os.environ.items() if k not in _OF_TORCH}
     context = basics.launched_context("torch.distributed", environment)
@@ -75,11 +72,19 @@ def fill_environment() -> None:
             os.environ.update(zip(_MASTER, (host, port), strict=True))
         own = (context.rank, context.size, context.local_rank, context.local_size)
         os.environ.update(zip(_OF_TORCH, map(str, own), strict=True))
-        os.environ.setdefault(_HOST, str(context.cross_rank))
+        os.environ.setdefault(ddp.HOST, str(context.cross_rank))
         _filled.append(True)
     finally:
         context.shutdown()
         context.close()
+
+
+def _believes_script() -> bool:
+    """Whether the script says where rank 0 is; then ranks that know their numbers need not meet."""
+    has_address = all(name in os.environ for name in _MASTER)
+    if has_address and ddp.leave_numbers():
+        _filled.append(True)
+    return has_address
 
 
 # ---- in elastic jobs of perseusrun ----
@@ -111,6 +116,7 @@ def fill_for_who_looks_early() -> bool:
     Without them it would train in every rank as if that were alone. Every rank calls it; a world of
     one rank needs none. Returns whether the variables are from here.
     """
+    _believes_script()
     ddp.hide_numbers()
     if is_in_elastic_job() or (lacks_what_a_launcher_knows() and identify().size > 1):
         fill_environment()
@@ -177,7 +183,7 @@ def _fill_for_world() -> None:
     )
     own = (basics.rank(), basics.size(), basics.local_rank(), basics.local_size())
     _World.variables = dict(zip((*_MASTER, *_OF_TORCH), (host, port, *map(str, own)), strict=True))
-    _World.variables[_HOST] = str(basics.cross_rank())
+    _World.variables[ddp.HOST] = str(basics.cross_rank())
     _World.excepthook = sys.excepthook
     os.environ.update(_World.variables)
 
