@@ -8,7 +8,6 @@ waits for the script to import torch. Belongs to the main thread.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -16,9 +15,8 @@ from importlib import import_module
 from inspect import signature
 from types import ModuleType
 from typing import Any, ClassVar
-from urllib.parse import parse_qsl, urlsplit
 
-from perseus import ddp_libraries
+from perseus import ddp_libraries, ddp_numbers
 
 _DISTRIBUTED = "torch.distributed"
 # Where every process group is made, whichever name the script has imported. Not public in torch.
@@ -26,7 +24,6 @@ _MAKER = "_new_process_group_helper"
 _HANDLERS = "_rendezvous_handlers"
 _OURS = "perseus.torch.distributed"
 _OLDEST = (2, 13)
-HOST = "GROUP_RANK"  # torchrun's name for the number of the host, by which Lightning counts ranks
 
 
 class _Script:
@@ -34,9 +31,6 @@ class _Script:
 
     is_for_ddp: bool | None = None  # None: not known before its first process group
     has_group = False
-    # Of torch's variables, those that are set before its ranks have met; and what they were.
-    numbers: ClassVar[dict[str, str]] = {}
-    earlier: ClassVar[dict[str, str]] = {}
     is_for_horovod = False
     asked_for: ClassVar[dict[str, str]] = {}  # backends by those that have taken their places
 
@@ -62,14 +56,14 @@ def expect_horovod() -> None:
     """Let a script that imports Horovod look for its rank as it would there."""
     _Script.is_for_horovod = True
     if _Script.is_for_ddp is None:
-        hide_numbers()
+        ddp_numbers.hide()
 
 
 def keep_out() -> None:
     """Let a script be whose first use of Perseus is another interface; all of them call this."""
     if _Script.is_for_ddp is None:
         _Script.is_for_ddp = False
-        hide_numbers()
+        ddp_numbers.hide()
 
 
 def _redirects() -> bool:
@@ -117,61 +111,10 @@ def _follow(distributed: ModuleType) -> None:
         return
     setattr(c10d, _MAKER, _redirecting(maker))
     follow_rendezvous()
-    _show_numbers()
+    if _Script.is_for_ddp is not False and not _Script.is_for_horovod and _loads_backend():
+        ddp_numbers.show()
     if getattr(distributed, "is_initialized")():  # noqa: B009 - mypy knows no such attribute
         _say("the process group was there before `import perseus`, and stays as it is")
-
-
-def _show_numbers() -> None:
-    """Set the variables of torch's launcher that are known before ranks meet.
-
-    Many scripts make a process group only if they find RANK, and would train in every rank as if
-    that were alone. The address of rank 0 comes with the first process group.
-    """
-    if "RANK" in os.environ or _Script.is_for_ddp is False or _Script.is_for_horovod:
-        return
-    if not _loads_backend():
-        return
-    try:
-        own = import_module("perseus.run.bootstrap.identity").identify()
-    except (ImportError, ValueError):  # a process group, or hvd.init(), says what is wrong
-        return
-    if own.size > 1 and own.local_size > 0:
-        names = import_module("perseus.run.bootstrap.torch_round").IDENTITY
-        values = map(str, (own.rank, own.size, own.local_rank, own.local_size))
-        _Script.numbers = dict(zip(names, values, strict=True))
-        if own.cross_size or own.local_size == own.size:
-            _Script.numbers[HOST] = str(own.cross_rank)
-        _Script.earlier = {n: os.environ[n] for n in _Script.numbers if n in os.environ}
-        os.environ.update(_Script.numbers)
-
-
-def leave_numbers() -> bool:
-    """Leave torch's variables as they are, if they are set for scripts that look before ranks meet.
-
-    Returns whether they are.
-    """
-    shown, _Script.numbers = bool(_Script.numbers), {}
-    return shown
-
-
-def hide_numbers() -> None:
-    """Take back what is set for scripts that look before ranks have met."""
-    for name, value in _Script.numbers.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
-            if name in _Script.earlier:
-                os.environ[name] = _Script.earlier[name]
-    _Script.numbers = {}
-
-
-def _gives_numbers(url: str) -> bool:
-    """Whether a script gives its rank, which is not the one that it has been shown."""
-    given = dict(parse_qsl(urlsplit(url).query))
-    return "rank" in given and (given["rank"], given.get("world_size")) != (
-        _Script.numbers.get("RANK"),
-        _Script.numbers.get("WORLD_SIZE"),
-    )
 
 
 def _loads_backend() -> bool:
@@ -224,7 +167,7 @@ def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., It
     def rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         redirects = _redirects() and _loads_backend()
         # A script that gives its rank knows its world, which may not be the launcher's.
-        if _gives_numbers(url) or (not redirects and _OURS not in sys.modules):
+        if ddp_numbers.are_given(url) or (not redirects and _OURS not in sys.modules):
             return handler(url, *args, **kwargs)
         launched = import_module(f"{_OURS}.launched")
         in_elastic_job = launched.is_in_elastic_job()

@@ -18,7 +18,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from perseus import _core, basics, config, control, ddp
+from perseus import _core, basics, config, control, ddp, ddp_numbers
 from perseus.errors import HorovodInternalError, InitializationError
 from perseus.run.bootstrap.addresses import host_identity, own_address
 from perseus.run.bootstrap.identity import identify
@@ -55,15 +55,14 @@ def fill_environment() -> None:
     if is_in_elastic_job():
         _fill_for_world()
         return
-    has_address = _believes_script()
-    ddp.hide_numbers()
+    _settle_numbers()
     counts = config.yes_or_no("PERSEUS_USE_DDP_LAUNCHER", True)
     if _filled or ("RANK" in os.environ and counts):
         return
     environment = {k: v for k, v in os.environ.items() if k not in _OF_TORCH}
     context = basics.launched_context("torch.distributed", environment)
     try:
-        if not has_address:
+        if not all(name in os.environ for name in _MASTER):
             operations = _core.Operations(context, wrap, describe)
             try:
                 host, port = _meet(context.rank, partial(_exchange, operations))
@@ -72,19 +71,21 @@ def fill_environment() -> None:
             os.environ.update(zip(_MASTER, (host, port), strict=True))
         own = (context.rank, context.size, context.local_rank, context.local_size)
         os.environ.update(zip(_OF_TORCH, map(str, own), strict=True))
-        os.environ.setdefault(ddp.HOST, str(context.cross_rank))
+        os.environ.setdefault(ddp_numbers.HOST, str(context.cross_rank))
         _filled.append(True)
     finally:
         context.shutdown()
         context.close()
 
 
-def _believes_script() -> bool:
-    """Whether the script says where rank 0 is; then ranks that know their numbers need not meet."""
-    has_address = all(name in os.environ for name in _MASTER)
-    if has_address and ddp.leave_numbers():
+def _settle_numbers() -> None:
+    """Keep what the script has been shown, if it says itself where rank 0 is: no rank has to meet.
+
+    Else take it back, so that a meeting sets all of torch's variables.
+    """
+    if all(name in os.environ for name in _MASTER) and ddp_numbers.leave():
         _filled.append(True)
-    return has_address
+    ddp_numbers.hide()
 
 
 # ---- in elastic jobs of perseusrun ----
@@ -116,8 +117,7 @@ def fill_for_who_looks_early() -> bool:
     Without them it would train in every rank as if that were alone. Every rank calls it; a world of
     one rank needs none. Returns whether the variables are from here.
     """
-    _believes_script()
-    ddp.hide_numbers()
+    _settle_numbers()
     if is_in_elastic_job() or (lacks_what_a_launcher_knows() and identify().size > 1):
         fill_environment()
     return bool(_filled or _World.variables)
@@ -183,7 +183,7 @@ def _fill_for_world() -> None:
     )
     own = (basics.rank(), basics.size(), basics.local_rank(), basics.local_size())
     _World.variables = dict(zip((*_MASTER, *_OF_TORCH), (host, port, *map(str, own)), strict=True))
-    _World.variables[ddp.HOST] = str(basics.cross_rank())
+    _World.variables[ddp_numbers.HOST] = str(basics.cross_rank())
     _World.excepthook = sys.excepthook
     os.environ.update(_World.variables)
 
